@@ -1,0 +1,25 @@
+# Each target is a first command: it installs what it needs into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test bench clean
+
+demo: .venv/installed
+	$(BIN)/bmrs demo
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/scores.py
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache runs

@@ -1,0 +1,27 @@
+"""Smaller, faster neural networks without tuning a threshold: Bayesian model reduction for structured pruning."""
+
+from bmrs import cost, criteria, evidence, price
+from bmrs.criteria import BMRS_N, BMRS_U, L2, SNR, Criterion, Gradient, Mean, Units
+from bmrs.noise import Gate, NoiseBank
+from bmrs.posterior import TruncatedLogNormal
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BMRS_N",
+    "BMRS_U",
+    "L2",
+    "SNR",
+    "Criterion",
+    "Gate",
+    "Gradient",
+    "Mean",
+    "NoiseBank",
+    "TruncatedLogNormal",
+    "Units",
+    "__version__",
+    "cost",
+    "criteria",
+    "evidence",
+    "price",
+]

@@ -1,0 +1,43 @@
+"""Argument checks. Each failure is one sentence that names the argument and says what to do."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def number(value: object, name: str, low: float, high: float, what: str) -> float:
+    """A real number in [low, high], or a sentence saying what the argument is for."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, {what}; got {type(value).__name__}.")
+    if not (low <= value <= high and math.isfinite(value)):
+        span = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"a finite number of at least {low:g}"
+        raise ValueError(f"{name} must be {span}, {what}; got {value}.")
+    return float(value)
+
+
+def floating(tensor: object, name: str) -> Tensor:
+    """A floating-point tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor; got {tensor.dtype}: convert it with {name}.float().")
+    return tensor
+
+
+def finite(tensor: Tensor, name: str) -> None:
+    """No NaN, no infinity. Waits for the device, so it stays out of training steps."""
+    bad = int((~torch.isfinite(tensor)).sum())
+    if bad:
+        raise ValueError(
+            f"{name} must be finite, but {bad} of its {tensor.numel()} values are NaN or infinite: "
+            f"reset those units or train them with a lower learning rate."
+        )
+
+
+def same_shape(first: Tensor, first_name: str, second: Tensor, second_name: str) -> None:
+    if first.shape != second.shape:
+        raise ValueError(
+            f"{first_name} and {second_name} must have the same shape, one entry per unit; "
+            f"got {tuple(first.shape)} and {tuple(second.shape)}."
+        )

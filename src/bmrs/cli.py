@@ -1,0 +1,174 @@
+"""The command line: ``bmrs demo``, and more to come."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, NoReturn
+
+try:
+    import typer
+    from rich.console import Console, Group, RenderableType
+    from rich.live import Live
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+except ImportError as missing:
+    sys.exit(f"bmrs: the command line needs '{missing.name}': install it with  pip install 'bmrs[demo]'")
+
+import bmrs
+from bmrs.study.training import Progress, Recipe
+
+if TYPE_CHECKING:
+    from bmrs.study.demo import Measured
+
+app = typer.Typer(
+    help="Make neural networks smaller and faster without tuning a threshold.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+_DEFAULT = Recipe(learning_rate=3e-3)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"bmrs {bmrs.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    data: Annotated[str, typer.Option(help="Data set: digits (embedded, 1,797 images).")] = "digits",
+    network: Annotated[str, typer.Option(help="Network: lenet5 or mlp.")] = "lenet5",
+    criterion: Annotated[str, typer.Option(help="What decides: bmrs_n, bmrs_u, snr or mean.")] = "bmrs_n",
+    price: Annotated[
+        str,
+        typer.Option(help="Who pays the KL: uniform (all units alike), layer (as published), elbo (the exact bound)."),
+    ] = _DEFAULT.price,
+    strength: Annotated[float, typer.Option(help="Factor on every price: higher removes more.")] = _DEFAULT.strength,
+    epochs: Annotated[int, typer.Option(help="Epochs of training, each followed by pruning.")] = _DEFAULT.epochs,
+    fine_tune: Annotated[int, typer.Option(help="Epochs of training the small network afterwards.")] = 10,
+    batch: Annotated[int, typer.Option(help="Examples per step.")] = _DEFAULT.batch,
+    learning_rate: Annotated[float, typer.Option(help="Adam's learning rate.")] = _DEFAULT.learning_rate,
+    phi_rate: Annotated[float, typer.Option(help="Learning rate of the gates, times that of the weights.")] = (
+        _DEFAULT.phi_rate
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of weights, split, order and noise.")] = _DEFAULT.seed,
+    out: Annotated[Path, typer.Option(help="Folder for the picture and the JSON result.")] = Path("runs/demo"),
+) -> None:
+    """Train a network, prune it as it trains, and compare it with the same network left whole.
+
+    Every unit (filter or neuron) gets a random gate whose posterior is learned with the weights. After every
+    epoch the units without which the evidence is no lower are removed. In the end they are cut out of the
+    weights for good, the small network is fine-tuned, and both are tested. No threshold is tuned.
+
+    Example:  [bold]bmrs demo --network mlp --criterion snr[/bold]
+    """
+    console = Console()
+    try:
+        from bmrs.study.demo import Demo
+
+        recipe = Recipe(epochs, batch, learning_rate, phi_rate, price, strength, seed)
+        job = Demo(data, network, criterion, recipe, fine_tune)
+    except ImportError as missing:
+        _fail(f"the demo needs '{missing.name}': install it with  pip install 'bmrs[demo]'")
+    except ValueError as wrong:
+        _fail(str(wrong))
+    console.print(
+        f"[bold]{network}[/bold] on [bold]{data}[/bold]: {len(job.data.train)} training images, pruned by "
+        f"{job.criterion} after every epoch, no threshold tuned."
+    )
+    screen = _Screen(console)
+    with screen:
+        outcome = job.run(screen.show)
+    picture, result = job.write(outcome, out)
+    console.print(_comparison(outcome.before, outcome.after))
+    console.print(f"Picture of the posteriors: {picture}\nNumbers and how they were made: {result}", highlight=False)
+
+
+def _fail(sentence: str) -> NoReturn:
+    Console(stderr=True).print(f"[red]bmrs:[/red] {sentence}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+class _Screen:
+    """Live progress on a terminal; a line every few epochs elsewhere."""
+
+    _TITLES: ClassVar = {"whole": "1/3  whole network", "prune": "2/3  pruning", "fine-tune": "3/3  fine-tuning"}
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live = Live(console=console, refresh_per_second=8, transient=False)
+        self.latest: dict[str, Progress] = {}
+        self.widths: dict[str, int] = {}
+
+    def __enter__(self) -> None:
+        if self.console.is_terminal:
+            self.live.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    def show(self, phase: str, progress: Progress) -> None:
+        self.latest[phase] = progress
+        for layer, left in progress.units_left.items():
+            self.widths[layer] = max(left, self.widths.get(layer, 0))
+        if self.console.is_terminal:
+            self.live.update(self._render())
+        elif progress.epoch % 5 == 0 or progress.epoch in (1, progress.epochs):
+            self.console.print(self._line(phase, progress), highlight=False)
+
+    def _line(self, phase: str, progress: Progress) -> str:
+        units = "  ".join(f"{layer} {left}" for layer, left in progress.units_left.items())
+        title = self._TITLES[phase]
+        return (
+            f"{title:<20} epoch {progress.epoch:>3}/{progress.epochs}  "
+            f"validation {progress.accuracy:.1%}  {units}".rstrip()
+        )
+
+    def _render(self) -> RenderableType:
+        phases = Table.grid(padding=(0, 2))
+        for phase, title in self._TITLES.items():
+            progress = self.latest.get(phase)
+            if progress is None:
+                phases.add_row(Text(title, style="dim"), "", "", "")
+                continue
+            bar = ProgressBar(total=progress.epochs, completed=progress.epoch, width=30)
+            epoch = f"epoch {progress.epoch}/{progress.epochs}"
+            phases.add_row(title, bar, epoch, f"validation accuracy [bold]{progress.accuracy:.1%}[/bold]")
+        units = Table.grid(padding=(0, 2))
+        pruning = self.latest.get("prune")
+        for layer, left in (pruning.units_left if pruning else {}).items():
+            bar = ProgressBar(
+                total=self.widths[layer], completed=left, width=30, complete_style="cyan", finished_style="cyan"
+            )
+            units.add_row(f"     {layer:<13}", bar, f"[bold]{left:>4}[/bold] of {self.widths[layer]} units left")
+        return Group(phases, units)
+
+
+def _comparison(before: "Measured", after: "Measured") -> Table:
+    table = Table(title="Before and after", title_justify="left", title_style="bold")
+    table.add_column("")
+    for title in ("whole network", "pruned network", "change"):
+        table.add_column(title, justify="right")
+    points = 100 * (after.accuracy - before.accuracy)
+    table.add_row("test accuracy", f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", f"{points:+.1f} points")
+    for title, b, a in (
+        ("parameters", before.parameters, after.parameters),
+        ("multiply-adds per image", before.multiply_adds, after.multiply_adds),
+    ):
+        table.add_row(title, f"{b:,}", f"{a:,}", f"{a / b - 1:+.1%}")
+    return table
+
+
+def main() -> None:
+    app()

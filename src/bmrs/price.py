@@ -1,0 +1,59 @@
+"""Prices: each unit's share of the KL in the loss, loss = mean cross-entropy + Σᵢ priceᵢ·KLᵢ.
+
+========== ======================== ====================================================
+price      of unit i                what it is
+========== ======================== ====================================================
+layer      s/(layers · layer's units) as published: hardest on narrow layers
+uniform    s/(all units)            every unit alike
+params     s·cᵢ/Σc                  a unit pays for the parameters it occupies
+macs       s·cᵢ/Σc                  a unit pays for the multiply-adds it causes
+elbo       s/N                      the exact evidence bound, N the number of training examples
+========== ======================== ====================================================
+
+s is the strength, 1 unless said. Prices are set once for the whole network: removing a unit takes its term
+out of the sum and leaves the others as they were.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bmrs import _checks
+
+KINDS = ("layer", "uniform", "params", "macs", "elbo")
+
+
+def prices(
+    kind: str,
+    units_per_layer: Sequence[int],
+    *,
+    strength: float = 1.0,
+    num_examples: int | None = None,
+    cost: Tensor | None = None,
+) -> Tensor:
+    """One price per unit, layer after layer.
+
+    ``cost``: what each unit occupies, for ``params`` and ``macs``. ``num_examples``: N, for ``elbo``.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown price '{kind}': choose one of {', '.join(KINDS)}.")
+    strength = _checks.number(strength, "strength", 0.0, math.inf, "a factor on every price")
+    sizes = torch.tensor(list(units_per_layer), dtype=torch.float64)
+    total = int(sizes.sum())
+    if kind == "layer":
+        per_layer = 1.0 / (len(sizes) * sizes)
+        return strength * torch.repeat_interleave(per_layer, sizes.long())
+    if kind == "uniform":
+        return torch.full((total,), strength / total, dtype=torch.float64)
+    if kind == "elbo":
+        if num_examples is None or num_examples < 1:
+            raise ValueError("price 'elbo' needs num_examples, the number of training examples, at least 1.")
+        return torch.full((total,), strength / num_examples, dtype=torch.float64)
+    if cost is None:
+        raise ValueError(f"price '{kind}' needs cost, one entry per unit: what it occupies in the network.")
+    if cost.shape != (total,) or not bool((cost >= 0).all()) or float(cost.sum()) <= 0:
+        raise ValueError(f"cost must hold {total} non-negative entries, not all zero, one per unit.")
+    share = cost.double() / cost.double().sum()
+    return strength * share
