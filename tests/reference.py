@@ -73,6 +73,10 @@ class Reference:
         product *= _mass((self.A - m) / d, (self.B - m) / d)
         return mp.log((self.B - self.A) * product / (self.z * _mass(mpf(0), (self.B - self.A) / s)))
 
+    def log_density(self, x):
+        """Of x = log θ."""
+        return mp.log(_phi((mpf(x) - self.m) / self.s) / (self.s * self.z))
+
     def cdf(self, x):
         return _mass(self.alpha, (mpf(x) - self.m) / self.s) / self.z
 

@@ -4,6 +4,7 @@ from bmrs import cost, criteria, evidence, price
 from bmrs.criteria import BMRS_N, BMRS_U, L2, SNR, Criterion, Gradient, Mean, Units
 from bmrs.noise import Gate, NoiseBank
 from bmrs.posterior import TruncatedLogNormal
+from bmrs.pruner import prune
 
 __version__ = "0.1.0"
 
@@ -24,4 +25,5 @@ __all__ = [
     "criteria",
     "evidence",
     "price",
+    "prune",
 ]

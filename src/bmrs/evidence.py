@@ -105,7 +105,7 @@ def _check_scale(scale: float) -> None:
 
 def _interval_bounds(q: TruncatedLogNormal, p1: float, p2: float | None) -> tuple[float, float]:
     """[log a', log b'] of the interval, inside [log a, log b]."""
-    fewest, most = -q.log_b / _LOG_2, -q.log_a / _LOG_2
+    fewest, most = 0.0 - q.log_b / _LOG_2, 0.0 - q.log_a / _LOG_2  # 0 - x: no minus zero in the error
     p1 = _checks.number(p1, "p1", fewest, most, "the bits of precision in which a kept gate shows")
     if p2 is None:
         low = q.log_a

@@ -149,6 +149,11 @@ class NoiseBank(nn.Module):
                 raise ValueError(f"units would remove all of layer '{name}': at least one unit must stay.")
         self.alive.copy_(left)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Units per layer, the removed ones included."""
+        return {name: layer.stop - layer.start for name, layer in self.layers.items()}
+
     def units_left(self) -> dict[str, int]:
         return {name: int(self.alive[layer].sum()) for name, layer in self.layers.items()}
 

@@ -57,7 +57,8 @@ class Demo:
         self.criterion = bmrs.criteria.by_name(criterion_name)
         self.recipe = recipe
         self.fine_tune = fine_tune
-        self._network()  # an unknown name, or one that does not fit the data, is refused here
+        # An unknown name, a network that does not fit the data, or a bad strength is refused here.
+        training.gate_prices(networks.gated_outputs(self._network()), recipe, len(self.data.train))
 
     def run(self, on_epoch: Callable[[str, Progress], None] = lambda phase, progress: None) -> Outcome:
         """``on_epoch`` is told the phase, "whole", "prune" or "fine-tune", and how far it is."""
@@ -74,7 +75,7 @@ class Demo:
         log = training.train_pruning(network, bank, self.data, self.recipe, self.criterion, named)
         layers = {names[gate]: layer for gate, layer in bank.layers.items()}
         left = bank.units_left()
-        units = {names[g]: (s.stop - s.start, left[g]) for g, s in bank.layers.items()}
+        units = {names[gate]: (size, left[gate]) for gate, size in bank.sizes.items()}
         factors = {gate: bank.mean()[layer].detach() for gate, layer in bank.layers.items()}
         bank.detach()
         small = networks.compact(network, factors)

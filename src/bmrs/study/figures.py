@@ -44,7 +44,7 @@ def _histogram(axes: "Axes", mean: Tensor, gone: Tensor) -> None:
     bins = 20
     kept, removed = (torch.histc(mean[part], bins, 0.0, 1.0).tolist() for part in (~gone, gone))
     starts = [i / bins for i in range(bins)]
-    style = {"width": 1 / bins, "align": "edge", "linewidth": 0.8}
+    style: dict[str, Any] = {"width": 1 / bins, "align": "edge", "linewidth": 0.8}
     axes.bar(starts, removed, label=f"removed ({int(gone.sum())}), as they were then", **style, **GONE)
     axes.bar(starts, kept, bottom=removed, label=f"kept ({int((~gone).sum())})", **style, **KEPT)
     axes.axvline(PRIOR_MEAN, color="0.25", linewidth=1, linestyle=":", label="mean of the prior")

@@ -1,6 +1,6 @@
 """Training one network, with gates or without."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ class GateLog:
     """The last known scores of every unit, kept when it is removed."""
 
     mean: Tensor
-    delta_f: Tensor
     snr: Tensor
+    delta_f: Tensor
     removed_at: Tensor  # epoch of removal; 0: still there
 
 
@@ -79,9 +79,7 @@ def train_pruning(
         {"params": gates, "lr": recipe.learning_rate * recipe.phi_rate},
     ]
     optimizer = torch.optim.Adam(groups, lr=recipe.learning_rate)
-    sizes = [layer.stop - layer.start for layer in bank.layers.values()]
-    prices = bmrs.price.prices(recipe.price, sizes, strength=recipe.strength, num_examples=len(data.train))
-    prices = prices.to(bank.mu.device)
+    prices = gate_prices(bank.sizes, recipe, len(data.train)).to(bank.mu.device)
     shuffle = torch.Generator().manual_seed(recipe.seed)
     log: GateLog | None = None
     for epoch in range(1, recipe.epochs + 1):
@@ -96,22 +94,19 @@ def train_pruning(
     return log
 
 
+def gate_prices(sizes: Mapping[str, int], recipe: Recipe, num_examples: int) -> Tensor:
+    return bmrs.price.prices(recipe.price, list(sizes.values()), strength=recipe.strength, num_examples=num_examples)
+
+
 @torch.no_grad()
 def prune(bank: bmrs.NoiseBank, criterion: bmrs.Criterion, epoch: int, log: GateLog | None) -> GateLog:
-    """Close the gates the criterion rejects, at least one per layer excepted, and note what they were like."""
-    q = bank.posterior()
-    worth = criterion.scores(bmrs.Units(q))
-    remove = torch.zeros_like(bank.alive)
-    for layer in bank.layers.values():
-        here = torch.arange(layer.start, layer.stop, device=worth.device)[bank.alive[layer]]
-        remove[here] = bmrs.criteria.spare_best(criterion.remove(worth[here]), worth[here])
-    scores = bmrs.evidence.scores(q)
+    """Close the gates the criterion rejects and note what they were like."""
+    scores = bmrs.evidence.scores(bank.posterior())
     if log is None:
-        log = GateLog(scores.mean, scores.delta_f, scores.snr, torch.zeros_like(remove, dtype=torch.long))
-    for old, new in ((log.mean, scores.mean), (log.delta_f, scores.delta_f), (log.snr, scores.snr)):
+        log = GateLog(*scores, torch.zeros_like(bank.alive, dtype=torch.long))
+    for old, new in zip((log.mean, log.snr, log.delta_f), scores, strict=True):
         old[bank.alive] = new[bank.alive]
-    log.removed_at[remove] = epoch
-    bank.remove(remove)
+    log.removed_at[bmrs.prune(bank, criterion)] = epoch
     return log
 
 

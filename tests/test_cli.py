@@ -1,0 +1,97 @@
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import bmrs
+from bmrs.cli import app
+
+SHORT = ["demo", "--network", "mlp", "--epochs", "12", "--fine-tune", "2", "--phi-rate", "30"]
+
+
+def run(*arguments):
+    # Wide, so that no sentence is wrapped.
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    return run(*SHORT, "--out", str(folder)), folder
+
+
+class TestDemo:
+    def test_shows_progress_and_ends_with_a_table(self, finished):
+        result, _ = finished
+        assert result.exit_code == 0, result.output
+        assert re.search(r"2/3  pruning\s+epoch\s+12/12  validation \d+\.\d%  fc1 \d+  fc2 \d+", result.output)
+        for row in ("test accuracy", "parameters", "multiply-adds per image"):
+            assert row in result.output
+
+    def test_writes_a_picture_and_its_numbers(self, finished):
+        _, folder = finished
+        assert (folder / "posteriors.png").read_bytes().startswith(b"\x89PNG")
+        content = json.loads((folder / "result.json").read_text())
+        assert content["after"]["parameters"] < 0.8 * content["before"]["parameters"]
+        assert content["after"]["accuracy"] > 0.85
+        made = content["provenance"]
+        assert made["recipe"]["epochs"] == 12
+        assert made["versions"]["bmrs"] == bmrs.__version__
+        assert {"command", "date", "machine", "commit", "seeds", "device"} <= made.keys()
+
+    def test_the_same_seed_gives_the_same_result(self, finished, tmp_path):
+        _, folder = finished
+        assert run(*SHORT, "--out", str(tmp_path)).exit_code == 0
+        first, second = (json.loads((f / "result.json").read_text()) for f in (folder, tmp_path))
+        assert first["units"] == second["units"]
+        assert first["after"] == second["after"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--data", "imagenet"], "unknown data set 'imagenet': choose one of digits."),
+        (["--network", "vgg"], "unknown network 'vgg': choose one of lenet5, mlp."),
+        (["--criterion", "luck"], "unknown criterion 'luck': choose one of bmrs_n, bmrs_u, snr, mean."),
+        (["--price", "free"], "unknown price 'free': choose one of uniform, layer, elbo."),
+        (["--strength", "-1"], "strength must be"),
+        (["--epochs", "0"], "epochs must be above 0; got 0."),
+        (["--fine-tune", "-1"], "fine_tune must be 0 epochs or more; got -1."),
+    ],
+)
+def test_bad_input_gives_one_sentence(arguments, sentence, tmp_path):
+    result = run("demo", *arguments, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_explains_itself():
+    result = run("demo", "--help")
+    assert result.exit_code == 0
+    for option in ("--data", "--network", "--criterion", "--price", "--epochs", "--seed", "--out"):
+        assert option in result.output
+    assert "No threshold is tuned" in " ".join(result.output.split())
+
+
+def test_version():
+    assert run("--version").output == f"bmrs {bmrs.__version__}\n"
+
+
+def test_the_library_needs_torch_alone():
+    """Importing bmrs loads none of the extras, and the command line says what is missing."""
+    script = (
+        "import sys\n"
+        "for name in ('typer', 'rich', 'matplotlib', 'sklearn', 'scipy'): sys.modules[name] = None\n"
+        "import bmrs, torch\n"
+        "bmrs.BMRS_N().scores(bmrs.Units(bmrs.TruncatedLogNormal(torch.zeros(1), torch.zeros(1))))\n"
+        "import bmrs.cli\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.strip().endswith("pip install 'bmrs[demo]'")
+    assert "Traceback" not in result.stderr
