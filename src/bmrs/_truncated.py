@@ -160,8 +160,8 @@ def _tail(f: Frame) -> _Tail:
 
 def _inner_edges(f: Frame) -> tuple[Tensor, Tensor]:
     """The densities of z at α and at β when μ lies inside."""
-    at_a = torch.exp(-0.5 * (f.alpha.square() + LOG_2PI) - f.inner)
-    at_b = torch.exp(-0.5 * (f.beta.square() + LOG_2PI) - f.inner)
+    at_a = _normal.vanishing_exp(-0.5 * (f.alpha.square() + LOG_2PI) - f.inner)
+    at_b = _normal.vanishing_exp(-0.5 * (f.beta.square() + LOG_2PI) - f.inner)
     return at_a, at_b
 
 
@@ -232,8 +232,8 @@ def _inner_quantile(f: Frame, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     z = torch.where(lower <= upper, z, -z)
     z = torch.minimum(torch.maximum(z, f.alpha), f.beta)
     # (1-u)·φ(z)/φ(α) and u·φ(z)/φ(β), with u in the exponent so that 0·inf cannot arise.
-    at_a = torch.exp(torch.log1p(-u) + 0.5 * (z - f.alpha) * (z + f.alpha))
-    at_b = torch.exp(torch.log(u) + 0.5 * (z - f.beta) * (z + f.beta))
+    at_a = _normal.vanishing_exp(torch.log1p(-u) + 0.5 * (z - f.alpha) * (z + f.alpha))
+    at_b = _normal.vanishing_exp(torch.log(u) + 0.5 * (z - f.beta) * (z + f.beta))
     by_sigma = z - f.alpha * at_a - f.beta * at_b
     return f.mu + f.sigma * z, 1.0 - at_a - at_b, f.sigma * by_sigma
 
@@ -260,7 +260,7 @@ def _tail_quantile(f: Frame, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         depth = (depth - newton / (1.0 - 0.5 * newton * here.excess)).clamp(min=0.0)
         depth = torch.minimum(depth, f.length)
     # ∂x/∂μ = 1 - (1-u)φ(z)/φ(α) - uφ(z)/φ(β), the terms near 1 cancelled on paper.
-    at_far = v * torch.exp(-(f.length - depth) * (t + 0.5 * (f.length + depth)))
+    at_far = v * _normal.vanishing_exp(-(f.length - depth) * (t + 0.5 * (f.length + depth)))
     by_mu = -torch.expm1(near.log_ratio(depth, Hazard(t + depth)))
     by_mu = by_mu + at_far * torch.expm1(near.log_ratio(f.length, far))
     by_sigma = depth + t * by_mu - f.length * at_far

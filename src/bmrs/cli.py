@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NoReturn
 
 try:
     import typer
-    from rich.console import Console, Group, RenderableType
+    from rich.console import Console, RenderableType
     from rich.live import Live
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
-_DEFAULT = Recipe(learning_rate=3e-3)
+DEMO_RECIPE = Recipe(learning_rate=3e-3)
 
 
 def _version(show: bool) -> None:
@@ -52,16 +52,16 @@ def demo(
     price: Annotated[
         str,
         typer.Option(help="Who pays the KL: uniform (all units alike), layer (as published), elbo (the exact bound)."),
-    ] = _DEFAULT.price,
-    strength: Annotated[float, typer.Option(help="Factor on every price: higher removes more.")] = _DEFAULT.strength,
-    epochs: Annotated[int, typer.Option(help="Epochs of training, each followed by pruning.")] = _DEFAULT.epochs,
+    ] = DEMO_RECIPE.price,
+    strength: Annotated[float, typer.Option(help="Factor on every price: higher removes more.")] = DEMO_RECIPE.strength,
+    epochs: Annotated[int, typer.Option(help="Epochs of training, each followed by pruning.")] = DEMO_RECIPE.epochs,
     fine_tune: Annotated[int, typer.Option(help="Epochs of training the small network afterwards.")] = 10,
-    batch: Annotated[int, typer.Option(help="Examples per step.")] = _DEFAULT.batch,
-    learning_rate: Annotated[float, typer.Option(help="Adam's learning rate.")] = _DEFAULT.learning_rate,
+    batch: Annotated[int, typer.Option(help="Examples per step.")] = DEMO_RECIPE.batch,
+    learning_rate: Annotated[float, typer.Option(help="Adam's learning rate.")] = DEMO_RECIPE.learning_rate,
     phi_rate: Annotated[float, typer.Option(help="Learning rate of the gates, times that of the weights.")] = (
-        _DEFAULT.phi_rate
+        DEMO_RECIPE.phi_rate
     ),
-    seed: Annotated[int, typer.Option(help="Seed of weights, split, order and noise.")] = _DEFAULT.seed,
+    seed: Annotated[int, typer.Option(help="Seed of weights, split, order and noise.")] = DEMO_RECIPE.seed,
     out: Annotated[Path, typer.Option(help="Folder for the picture and the JSON result.")] = Path("runs/demo"),
 ) -> None:
     """Train a network, prune it as it trains, and compare it with the same network left whole.
@@ -84,7 +84,8 @@ def demo(
         _fail(str(wrong))
     console.print(
         f"[bold]{network}[/bold] on [bold]{data}[/bold]: {len(job.data.train)} training images, pruned by "
-        f"{job.criterion} after every epoch, no threshold tuned."
+        f"{job.criterion} after every epoch.\n",
+        highlight=False,
     )
     screen = _Screen(console)
     with screen:
@@ -136,23 +137,20 @@ class _Screen:
         )
 
     def _render(self) -> RenderableType:
-        phases = Table.grid(padding=(0, 2))
+        rows = Table.grid(padding=(0, 2))
         for phase, title in self._TITLES.items():
             progress = self.latest.get(phase)
             if progress is None:
-                phases.add_row(Text(title, style="dim"), "", "", "")
+                rows.add_row(Text(title, style="dim"))
                 continue
             bar = ProgressBar(total=progress.epochs, completed=progress.epoch, width=30)
-            epoch = f"epoch {progress.epoch}/{progress.epochs}"
-            phases.add_row(title, bar, epoch, f"validation accuracy [bold]{progress.accuracy:.1%}[/bold]")
-        units = Table.grid(padding=(0, 2))
-        pruning = self.latest.get("prune")
-        for layer, left in (pruning.units_left if pruning else {}).items():
-            bar = ProgressBar(
-                total=self.widths[layer], completed=left, width=30, complete_style="cyan", finished_style="cyan"
-            )
-            units.add_row(f"     {layer:<13}", bar, f"[bold]{left:>4}[/bold] of {self.widths[layer]} units left")
-        return Group(phases, units)
+            accuracy = f"validation accuracy [bold]{progress.accuracy:.1%}[/bold]"
+            rows.add_row(title, bar, f"epoch {progress.epoch}/{progress.epochs}", accuracy)
+            for layer, left in progress.units_left.items():
+                width = self.widths[layer]
+                bar = ProgressBar(total=width, completed=left, width=30, complete_style="cyan", finished_style="cyan")
+                rows.add_row(f"     {layer}", bar, f"[bold]{left}[/bold] of {width}", "units left")
+        return rows
 
 
 def _comparison(before: "Measured", after: "Measured") -> Table:

@@ -20,7 +20,9 @@ LOG_A = -20.0
 LOG_B = 0.0
 LOG_SIGMA_RANGE = (-20.0, 5.0)
 
-# CPU work is done in blocks whose intermediate vectors stay in the cache.
+# On the CPU, more units than the first are sorted by regime, and done in blocks whose intermediate vectors stay
+# in the cache.
+_FEW = 1 << 11
 _BLOCK = 1 << 15
 
 
@@ -146,7 +148,7 @@ class TruncatedLogNormal:
 
     def _blocks(self, mu: Tensor) -> Iterator[tuple[slice | Tensor, Regime | None]]:
         """All units at once where they are few or on a GPU; else blocks of units in the same regime."""
-        if mu.numel() <= _BLOCK or mu.device.type != "cpu":
+        if mu.numel() <= _FEW or mu.device.type != "cpu":
             yield slice(None), None
             return
         inside = (mu > self.log_a) & (mu < self.log_b)

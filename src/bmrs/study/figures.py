@@ -47,7 +47,14 @@ def _histogram(axes: "Axes", mean: Tensor, gone: Tensor) -> None:
     style: dict[str, Any] = {"width": 1 / bins, "align": "edge", "linewidth": 0.8}
     axes.bar(starts, removed, label=f"removed ({int(gone.sum())}), as they were then", **style, **GONE)
     axes.bar(starts, kept, bottom=removed, label=f"kept ({int((~gone).sum())})", **style, **KEPT)
-    axes.axvline(PRIOR_MEAN, color="0.25", linewidth=1, linestyle=":", label="mean of the prior")
+    axes.axvline(PRIOR_MEAN, color="black", linewidth=1.6, linestyle=":", zorder=5, label="mean of the prior")
+    # Forgotten gates pile up in one bar; the scale keeps the few others visible.
+    axes.set_yscale("symlog", linthresh=10, linscale=0.9)
+    top = max(r + k for r, k in zip(removed, kept, strict=True))
+    ticks = [t for t in (0, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if t <= max(top, 5)]
+    axes.set_yticks(ticks, [str(t) for t in ticks])
+    axes.set_yticks([], minor=True)
+    axes.set_ylim(0, top * 1.3)
     axes.set(xlabel="posterior mean E[θ] of the gate", ylabel="units")
     axes.legend(frameon=False)
 

@@ -1,0 +1,69 @@
+"""The demo over several seeds: what a newcomer may expect of it.
+
+python benchmarks/demo.py              # writes results/demo.json and results/demo.md
+"""
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from bmrs.cli import DEMO_RECIPE
+from bmrs.study.demo import Demo
+from bmrs.study.provenance import provenance
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--network", default="lenet5")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args()
+    runs = []
+    for seed in range(options.seeds):
+        outcome = Demo("digits", options.network, "bmrs_n", replace(DEMO_RECIPE, seed=seed), fine_tune=10).run()
+        runs.append({"seed": seed, "before": asdict(outcome.before), "after": asdict(outcome.after)})
+        print(runs[-1], flush=True)
+    made = provenance(seeds=options.seeds, device="cpu", recipe=asdict(DEMO_RECIPE), fine_tune=10)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "demo.json").write_text(json.dumps({"runs": runs, "provenance": made}, indent=2) + "\n")
+    page = markdown(runs, made, options.network)
+    (options.out / "demo.md").write_text(page)
+    print(page)
+
+
+def markdown(runs: list[dict], made: dict, network: str) -> str:
+    def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
+        values = [scale * value for value in values]
+        return f"{statistics.mean(values):,.{digits}f} ± {statistics.stdev(values):,.{digits}f}"
+
+    def column(which: str, what: str) -> list[float]:
+        return [run[which][what] for run in runs]
+
+    rows = [
+        f"| test accuracy, % | {spread(column('before', 'accuracy'), 100)} | {spread(column('after', 'accuracy'), 100)} |"
+    ]
+    for what, title in (("parameters", "parameters"), ("multiply_adds", "multiply-adds per image")):
+        removed = [1 - run["after"][what] / run["before"][what] for run in runs]
+        rows.append(
+            f"| {title} | {runs[0]['before'][what]:,} | {spread(column('after', what), digits=0)} "
+            f"({spread(removed, 100)} % removed) |"
+        )
+    return "\n".join(
+        [
+            f"# The demo: {network} on digits, {len(runs)} seeds, mean ± standard deviation",
+            "",
+            "| | whole network | pruned by BMRS_N |",
+            "|---|---:|---:|",
+            *rows,
+            "",
+            f"`{made['command']}`, {made['machine']}, {made['date']}, commit {made['commit']},",
+            f"versions {made['versions']}.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

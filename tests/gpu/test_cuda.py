@@ -1,0 +1,88 @@
+"""The same mathematics on a GPU. Skipped where there is none."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import bmrs
+from bmrs import TruncatedLogNormal, evidence
+from bmrs.study import data, networks, training
+from tests.reference import Reference
+from tests.test_posterior import QUANTITIES, RELATIVE, grid
+from tests.tolerance import assert_close
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+
+
+@DTYPES
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_golden_values(golden, dtype, name):
+    q = TruncatedLogNormal(golden["mu"].to("cuda", dtype), golden["log_sigma"].to("cuda", dtype))
+    got = QUANTITIES[name](q)
+    assert got.is_cuda
+    assert_close(got.cpu(), golden[name], RELATIVE[dtype], absolute=0.0 if name in ("mean", "snr") else 1e-6)
+
+
+@DTYPES
+def test_golden_quantiles(golden, dtype):
+    q = TruncatedLogNormal(golden["mu"].to("cuda", dtype), golden["log_sigma"].to("cuda", dtype))
+    for key, u in (("1e-6", 1e-6), ("0.5", 0.5), ("1-1e-6", 1 - 1e-6)):
+        theta = q.icdf(torch.tensor(u, dtype=torch.float64, device="cuda"))
+        assert_close(theta.double().log().cpu(), golden[f"log_theta_at_u_{key}"], 0.0, absolute=1e-6)
+
+
+@DTYPES
+def test_nothing_overflows_and_the_cpu_agrees(dtype):
+    host = grid(dtype)
+    device = [p.detach().cuda().requires_grad_() for p in host]
+    on_host, on_device = TruncatedLogNormal(*host), TruncatedLogNormal(*device)
+    for name, quantity in QUANTITIES.items():
+        torch.testing.assert_close(
+            quantity(on_device).detach().cpu(), quantity(on_host).detach(), rtol=1e-6, atol=1e-8, msg=name
+        )
+    on_host.kl().sum().backward()
+    TruncatedLogNormal(*device).kl().sum().backward()
+    for a, b in zip(device, host, strict=True):
+        assert torch.isfinite(a.grad).all()
+        torch.testing.assert_close(a.grad.cpu(), b.grad, rtol=1e-5, atol=1e-7)
+
+
+@DTYPES
+def test_draws_follow_the_distribution(dtype):
+    for mu, log_sigma in ((-5.0, 0.0), (-20.5, -1.0), (0.1, -2.0), (8.0, 1.0)):
+        q = TruncatedLogNormal(*(torch.tensor([v], dtype=dtype, device="cuda") for v in (mu, log_sigma)))
+        x = q.rsample((2000,)).double().log().squeeze(1).cpu()
+        reference = Reference(mu, log_sigma)
+        cdf = np.vectorize(lambda at, reference=reference: float(reference.cdf(at)))
+        assert stats.kstest(x.numpy(), cdf).pvalue > 1e-4
+
+
+def test_many_units_in_one_call():
+    q = TruncatedLogNormal(
+        torch.empty(10_000_000, device="cuda").uniform_(-60, 20),
+        torch.empty(10_000_000, device="cuda").uniform_(-10, 5),
+    )
+    assert all(torch.isfinite(score).all() for score in evidence.scores(q))
+
+
+@pytest.mark.parametrize("noise", ["example", "batch"])
+def test_a_gated_network_trains_and_prunes(noise):
+    torch.manual_seed(0)
+    digits = data.load("digits")
+    parts = (data.Part(part.x.cuda(), part.y.cuda()) for part in (digits.train, digits.validation, digits.test))
+    digits = data.DataSet("digits", 10, *parts)
+    network = networks.build("lenet5", digits.input_shape, 10).cuda()
+    bank = bmrs.NoiseBank.attach(network, networks.gated_outputs(network), noise)
+    recipe = training.Recipe(epochs=25, learning_rate=3e-3)
+    log = training.train_pruning(network, bank, digits, recipe, bmrs.BMRS_N())
+    assert torch.isfinite(log.delta_f).all()
+    assert sum(bank.units_left().values()) < 150
+    assert training.accuracy(network, digits.test) > 0.92
+    factors = {gate: bank.mean()[layer].detach() for gate, layer in bank.layers.items()}
+    network.eval()
+    want = network(digits.test.x)
+    bank.detach()
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        torch.testing.assert_close(networks.compact(network, factors)(digits.test.x), want, rtol=1e-2, atol=1e-2)
