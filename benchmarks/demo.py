@@ -41,9 +41,8 @@ def markdown(runs: list[dict], made: dict, network: str) -> str:
     def column(which: str, what: str) -> list[float]:
         return [run[which][what] for run in runs]
 
-    rows = [
-        f"| test accuracy, % | {spread(column('before', 'accuracy'), 100)} | {spread(column('after', 'accuracy'), 100)} |"
-    ]
+    before, after = (spread(column(which, "accuracy"), 100) for which in ("before", "after"))
+    rows = [f"| test accuracy, % | {before} | {after} |"]
     for what, title in (("parameters", "parameters"), ("multiply_adds", "multiply-adds per image")):
         removed = [1 - run["after"][what] / run["before"][what] for run in runs]
         rows.append(

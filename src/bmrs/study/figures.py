@@ -46,7 +46,15 @@ def _histogram(axes: "Axes", mean: Tensor, gone: Tensor) -> None:
     starts = [i / bins for i in range(bins)]
     style: dict[str, Any] = {"width": 1 / bins, "align": "edge", "linewidth": 0.8}
     axes.bar(starts, removed, label=f"removed ({int(gone.sum())}), as they were then", **style, **GONE)
-    axes.bar(starts, kept, bottom=removed, label=f"kept ({int((~gone).sum())})", **style, **KEPT)
+    kept_in = [i for i in range(bins) if kept[i]]  # an empty bar would still draw its edge
+    axes.bar(
+        [starts[i] for i in kept_in],
+        [kept[i] for i in kept_in],
+        bottom=[removed[i] for i in kept_in],
+        label=f"kept ({int((~gone).sum())})",
+        **style,
+        **KEPT,
+    )
     axes.axvline(PRIOR_MEAN, color="black", linewidth=1.6, linestyle=":", zorder=5, label="mean of the prior")
     # Forgotten gates pile up in one bar; the scale keeps the few others visible.
     axes.set_yscale("symlog", linthresh=10, linscale=0.9)
