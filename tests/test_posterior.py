@@ -11,20 +11,11 @@ from torch.func import vmap
 
 from bmrs import TruncatedLogNormal, evidence, posterior
 from bmrs._truncated import Frame, kl_gradient, quantile
+from tests.quantities import QUANTITIES, RELATIVE, grid
 from tests.reference import Reference
 from tests.tolerance import assert_close
 
-RELATIVE = {torch.float64: 1e-6, torch.float32: 1e-5}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-QUANTITIES = {
-    "kl": TruncatedLogNormal.kl,
-    "mean": TruncatedLogNormal.mean,
-    "log_mean": TruncatedLogNormal.log_mean,
-    "snr": TruncatedLogNormal.snr,
-    "delta_f_spike": evidence.spike,
-    "delta_f_range_p1_8": lambda q: evidence.interval(q, p1=8),
-    "delta_f_range_p1_4": lambda q: evidence.interval(q, p1=4),
-}
 MU = st.floats(-60, 20) | st.floats(-20.001, -19.999) | st.floats(-0.001, 0.001)
 LOG_SIGMA = st.floats(-10, 5)
 
@@ -33,11 +24,6 @@ def units(mu, log_sigma, log_a=-20.0, log_b=0.0):
     return TruncatedLogNormal(
         torch.tensor([mu], dtype=torch.float64), torch.tensor([log_sigma], dtype=torch.float64), log_a, log_b
     )
-
-
-def grid(dtype):
-    mu, log_sigma = torch.meshgrid(torch.linspace(-60, 20, 801), torch.linspace(-10, 5, 301), indexing="ij")
-    return mu.to(dtype).flatten().requires_grad_(), log_sigma.to(dtype).flatten().requires_grad_()
 
 
 class TestAgainstGolden:

@@ -108,9 +108,14 @@ class NoiseBank(nn.Module):
         return TruncatedLogNormal(self.mu, self.log_sigma, self.log_a, self.log_b, validate=False)
 
     def kl(self, prices: Tensor | None = None) -> Tensor:
-        """Σᵢ priceᵢ·KLᵢ over the units still there; without prices, the plain sum."""
+        """Σᵢ priceᵢ·KLᵢ over the units still there, to be added to a mean loss.
+
+        Without prices every unit pays alike, 1/(all units): the price "uniform" of :mod:`bmrs.price`.
+        """
         kl = self.posterior().kl()
-        if prices is not None:
+        if prices is None:
+            kl = kl / kl.numel()
+        else:
             _checks.same_shape(prices, "prices", kl, "the gates")
             kl = kl * prices.to(kl)
         return torch.where(self.alive, kl, 0.0).sum()
