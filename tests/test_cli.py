@@ -70,6 +70,14 @@ def test_bad_input_gives_one_sentence(arguments, sentence, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    result = run(*SHORT, "--out", str(tmp_path / "file" / "out"))
+    assert result.exit_code == 2
+    assert "--out names a folder that cannot be made" in result.output
+    assert "epoch" not in result.output
+
+
 def test_help_explains_itself():
     result = run("demo", "--help")
     assert result.exit_code == 0

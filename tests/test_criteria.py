@@ -61,6 +61,19 @@ def test_bmrs_u_takes_its_interval():
     assert reaching.remove(reaching.scores(below))
 
 
+def test_a_posterior_alone_will_do():
+    assert torch.equal(SNR().scores(Q), SNR().scores(Units(Q)))
+    with pytest.raises(ValueError, match="L2 needs Units"):
+        L2(0.5).scores(Q)
+
+
+def test_units_may_have_any_shape():
+    scores = torch.rand(4, 25)
+    for criterion in (L2(0.3), SNR(0.3)):
+        assert torch.equal(criterion.remove(scores).flatten(), criterion.remove(scores.flatten()))
+        assert torch.equal(criterion.rank(scores), criterion.rank(scores.flatten()))
+
+
 def test_l2_removes_the_fraction_asked_for():
     norms = torch.rand(100)
     for fraction, count in ((0.0, 0), (0.29, 29), (0.5, 50), (1.0, 100)):

@@ -239,6 +239,11 @@ def test_activation_checkpointing_recomputes_with_the_same_draw():
         (lambda: NoiseBank({"a": 2}).remove(torch.zeros(2)), ValueError, "units must be a boolean mask"),
         (lambda: NoiseBank.attach(network(), {"head": 2}), ValueError, "outputs names the module 'head'"),
         (lambda: NoiseBank.attach(gated()[0], {"1": 4}), ValueError, "the model has gates already"),
+        (
+            lambda: NoiseBank.attach(m := nn.LSTM(3, 4), {"": 4}) and m(torch.randn(2, 5, 3)),
+            TypeError,
+            "the output of '' must be one tensor to be gated; got tuple",
+        ),
         (lambda: Gate(NoiseBank({"a": 2}), "b"), ValueError, "name must be one of the bank's layers (a); got 'b'"),
         (lambda: NoiseBank.attach(m := network(), {"1": 7}) and m(IMAGES), ValueError, "do not fit an output of shape"),
     ],

@@ -242,6 +242,10 @@ class TestShapesAndTypes:
         assert q.log_mass(1.5, 2.0).item() == -math.inf
         assert q.log_mass(0.0, 2.0).item() == pytest.approx(0.0, abs=1e-12)
 
+    def test_one_probability_for_all_units(self):
+        q = TruncatedLogNormal(torch.zeros(3), torch.zeros(3))
+        assert torch.equal(q.icdf(0.25), q.icdf(torch.full((3,), 0.25)))
+
     def test_from_sigma(self):
         q = TruncatedLogNormal.from_sigma(torch.zeros(1), torch.tensor([math.e]))
         assert q.log_sigma.item() == pytest.approx(1.0)

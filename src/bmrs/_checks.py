@@ -1,6 +1,7 @@
 """Argument checks. Each failure is one sentence that names the argument and says what to do."""
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -8,12 +9,13 @@ from torch import Tensor
 
 def number(value: object, name: str, low: float, high: float, what: str) -> float:
     """A real number in [low, high], or a sentence saying what the argument is for."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, {what}; got {type(value).__name__}.")
+    value = float(value)
     if not (low <= value <= high and math.isfinite(value)):
         span = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"a finite number of at least {low:g}"
-        raise ValueError(f"{name} must be {span}, {what}; got {value}.")
-    return float(value)
+        raise ValueError(f"{name} must be {span}, {what}; got {value:g}.")
+    return value
 
 
 def floating(tensor: object, name: str) -> Tensor:

@@ -105,13 +105,9 @@ def snr(f: Frame) -> Tensor:
     """expm1(v)^-½ with v = log E[θ²] - 2 log E[θ], from the cumulants of log θ where v itself would cancel."""
     edge = f.edge
     variance = edge.variance()
-    third = f.choose(
-        lambda: torch.where(f.near_b, -1.0, 1.0) * edge.third_cumulant(),
-        edge.third_cumulant,
-        lambda: -edge.third_cumulant(),
-    )
-    fourth = edge.fourth_cumulant()
-    narrow = f.sigma.square() * (variance + f.sigma * (third + f.sigma * (7.0 / 12.0) * fourth))
+    third = torch.where(f.near_b, -1.0, 1.0) * edge.third_cumulant()
+    fourth = (7.0 / 12.0) * edge.fourth_cumulant()
+    narrow = f.sigma.square() * (variance + f.sigma * (third + f.sigma * fourth))
     # The cumulants know one bound only: use them where the other is out of reach.
     out_of_reach = (f.t + f.length).square() - f.outer_t.square() > 100.0
     v = torch.where((f.sigma.square() * variance < 1e-6) & out_of_reach, narrow, _log_moment(f, 2) - 2.0 * f.log_mean)

@@ -82,6 +82,10 @@ def demo(
         _fail(f"the demo needs '{missing.name}': install it with  pip install 'bmrs[demo]'")
     except ValueError as wrong:
         _fail(str(wrong))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as wrong:
+        _fail(f"--out names a folder that cannot be made, {out} ({wrong.strerror}): choose another.")
     console.print(
         f"[bold]{network}[/bold] on [bold]{data}[/bold]: {len(job.data.train)} training images, pruned by "
         f"{job.criterion} after every epoch.\n",
@@ -96,7 +100,7 @@ def demo(
 
 
 def _fail(sentence: str) -> NoReturn:
-    Console(stderr=True).print(f"[red]bmrs:[/red] {sentence}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(Text.assemble(("bmrs: ", "red"), sentence), soft_wrap=True)
     raise typer.Exit(2)
 
 

@@ -34,15 +34,15 @@ class Criterion(ABC):
 
     >>> q = TruncatedLogNormal(torch.tensor([0.5, -3.0]), torch.tensor([-4.0, 3.0]))
     >>> criterion = BMRS_N()
-    >>> criterion.remove(criterion.scores(Units(q)))
+    >>> criterion.remove(criterion.scores(q))
     tensor([False,  True])
     """
 
     name: ClassVar[str]
 
     @abstractmethod
-    def scores(self, units: Units) -> Tensor:
-        """What each unit is worth."""
+    def scores(self, units: "Units | TruncatedLogNormal") -> Tensor:
+        """What each unit is worth. A posterior alone will do for the criteria that need nothing else."""
 
     @abstractmethod
     def _too_low(self, scores: Tensor) -> Tensor:
@@ -64,15 +64,17 @@ class Criterion(ABC):
         """Indices of the units, the least worth first; ties keep their order, non-finite scores come last."""
         _checks.floating(scores, "scores")
         worth = torch.where(torch.isfinite(scores), scores, math.inf)
-        return torch.argsort(worth, stable=True)
+        return torch.argsort(worth.flatten(), stable=True)
 
-    def _posterior(self, units: Units) -> TruncatedLogNormal:
+    def _posterior(self, units: Units | TruncatedLogNormal) -> TruncatedLogNormal:
+        if isinstance(units, TruncatedLogNormal):
+            return units
         if units.posterior is None:
             raise ValueError(f"{type(self).__name__} needs Units(posterior=...), the gates' posterior.")
         return units.posterior
 
-    def _norm(self, units: Units, field: str, of: str) -> Tensor:
-        norm = getattr(units, field)
+    def _norm(self, units: Units | TruncatedLogNormal, field: str, of: str) -> Tensor:
+        norm = getattr(units, field, None)
         if norm is None:
             raise ValueError(f"{type(self).__name__} needs Units({field}=...), the L2 norm of each unit's {of}.")
         return _checks.floating(norm, field)
@@ -90,7 +92,7 @@ class BMRS_N(Criterion):
     def __init__(self, tolerance: float = PUBLISHED_TOLERANCE) -> None:
         self.tolerance = _checks.number(tolerance, "tolerance", 0.0, math.inf, "in nats of evidence")
 
-    def scores(self, units: Units) -> Tensor:
+    def scores(self, units: Units | TruncatedLogNormal) -> Tensor:
         return -evidence.spike(self._posterior(units))
 
     def _too_low(self, scores: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ class BMRS_U(Criterion):
                 raise ValueError(f"p1 must be below p2, since the interval is [2^-p2, 2^-p1]; got {p1} and {p2}.")
         self.tolerance = _checks.number(tolerance, "tolerance", 0.0, math.inf, "in nats of evidence")
 
-    def scores(self, units: Units) -> Tensor:
+    def scores(self, units: Units | TruncatedLogNormal) -> Tensor:
         return -evidence.interval(self._posterior(units), self.p1, self.p2)
 
     def _too_low(self, scores: Tensor) -> Tensor:
@@ -136,7 +138,7 @@ class SNR(Criterion):
     def __init__(self, threshold: float = 1.0) -> None:
         self.threshold = _checks.number(threshold, "threshold", 0.0, math.inf, "a signal-to-noise ratio")
 
-    def scores(self, units: Units) -> Tensor:
+    def scores(self, units: Units | TruncatedLogNormal) -> Tensor:
         return self._posterior(units).snr()
 
     def _too_low(self, scores: Tensor) -> Tensor:
@@ -154,7 +156,7 @@ class Mean(Criterion):
     def __init__(self, threshold: float = 0.1) -> None:
         self.threshold = _checks.number(threshold, "threshold", 0.0, 1.0, "a value of the gate's mean")
 
-    def scores(self, units: Units) -> Tensor:
+    def scores(self, units: Units | TruncatedLogNormal) -> Tensor:
         return self._posterior(units).mean()
 
     def _too_low(self, scores: Tensor) -> Tensor:
@@ -172,14 +174,14 @@ class L2(Criterion):
     def __init__(self, fraction: float) -> None:
         self.fraction = _checks.number(fraction, "fraction", 0.0, 1.0, "the share of units to remove")
 
-    def scores(self, units: Units) -> Tensor:
+    def scores(self, units: Units | TruncatedLogNormal) -> Tensor:
         return self._norm(units, "weight_norm", "weights")
 
     def _too_low(self, scores: Tensor) -> Tensor:
         lowest = self.rank(scores)[: math.floor(self.fraction * scores.numel() + 1e-9)]
-        mask = torch.zeros_like(scores, dtype=torch.bool)
+        mask = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
         mask[lowest] = True
-        return mask
+        return mask.reshape(scores.shape)
 
     def __repr__(self) -> str:
         return f"L2(fraction={self.fraction:g})"
@@ -202,7 +204,7 @@ class Gradient(Criterion):
             gradient_threshold, "gradient_threshold", smallest, math.inf, "a norm of a unit's gradients"
         )
 
-    def scores(self, units: Units) -> Tensor:
+    def scores(self, units: Units | TruncatedLogNormal) -> Tensor:
         weight = self._norm(units, "weight_norm", "weights")
         gradient = self._norm(units, "gradient_norm", "gradients")
         _checks.same_shape(weight, "weight_norm", gradient, "gradient_norm")

@@ -195,6 +195,8 @@ class Gate:
         self.bank, self.name, self.dim = bank, name, dim
 
     def __call__(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"the output of '{self.name}' must be one tensor to be gated; got {type(x).__name__}.")
         theta = self.bank.theta(self.name)
         rows, units = theta.shape
         if x.shape[self.dim] != units or rows not in (1, x.shape[0]):

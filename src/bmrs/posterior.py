@@ -105,8 +105,10 @@ class TruncatedLogNormal:
         return theta
 
     @torch.no_grad()
-    def icdf(self, u: Tensor) -> Tensor:
+    def icdf(self, u: Tensor | float) -> Tensor:
         """The θ below which q has mass u; u broadcasts against the units."""
+        if isinstance(u, int | float):
+            u = torch.tensor(u, dtype=torch.float64, device=self.mu.device)
         u = _checks.floating(u, "u")
         if not bool(((u >= 0) & (u <= 1)).all()):
             raise ValueError("u must lie in [0, 1] everywhere: it is a probability.")

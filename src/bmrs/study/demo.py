@@ -86,7 +86,6 @@ class Demo:
 
     def write(self, outcome: Outcome, folder: Path) -> tuple[Path, Path]:
         """A picture of the posteriors and a JSON file with the numbers and how they were made."""
-        folder.mkdir(parents=True, exist_ok=True)
         picture, result = folder / "posteriors.png", folder / "result.json"
         tolerance = self.criterion.tolerance if isinstance(self.criterion, bmrs.BMRS_N) else None
         figure = posterior_figure(outcome.log, outcome.layers, tolerance)
