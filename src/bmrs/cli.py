@@ -130,7 +130,7 @@ class _Screen:
         if self.console.is_terminal:
             self.live.update(self._render())
         elif progress.epoch % 5 == 0 or progress.epoch in (1, progress.epochs):
-            self.console.print(self._line(phase, progress), highlight=False)
+            self.console.print(self._line(phase, progress), highlight=False, soft_wrap=True)
 
     def _line(self, phase: str, progress: Progress) -> str:
         units = "  ".join(f"{layer} {left}" for layer, left in progress.units_left.items())
