@@ -1,6 +1,7 @@
-"""ΔF, SNR and E[θ] of millions of units in one call, beside scipy unit by unit, on one core.
+"""ΔF, SNR and E[θ] of millions of units in one call, beside scipy unit by unit, on one core or a GPU.
 
-    python benchmarks/scores.py            # writes results/scores.json and results/scores.md
+    python benchmarks/scores.py                  # writes results/scores.json and results/scores.md
+    python benchmarks/scores.py --device cuda    # the library alone, into results/scores_cuda.*
 
 Three ways to do it with scipy, from the plainest to the most careful:
 
@@ -72,14 +73,17 @@ def posteriors(units: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return mu, log_sigma
 
 
-def time_library(units: int, repeats: int) -> float:
+def time_library(units: int, repeats: int, device: str) -> float:
     """Median seconds per unit."""
-    q = bmrs.TruncatedLogNormal(*(p.float() for p in posteriors(units)))
+    q = bmrs.TruncatedLogNormal(*(p.to(device, torch.float32) for p in posteriors(units)))
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     bmrs.evidence.scores(q)
     times = []
     for _ in range(repeats):
+        wait()
         start = time.perf_counter()
         bmrs.evidence.scores(q)
+        wait()
         times.append(time.perf_counter() - start)
     return statistics.median(times) / units
 
@@ -112,28 +116,33 @@ def time_scipy(method: Callable[[float, float], Triple], units: int) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, default=10_000_000, help="units in the largest call")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")
     sizes = [n for n in (10_000, 100_000, 1_000_000, 10_000_000) if n <= options.most]
-    library = {units: time_library(units, options.repeats) for units in sizes}
-    scipy = {
-        "distribution": time_scipy(by_distribution, 40),
-        "quadrature": time_scipy(by_quadrature, 2000),
-        "closed form": time_scipy(by_closed_form, 5000),
-    }
+    library = {units: time_library(units, options.repeats, options.device) for units in sizes}
+    scipy = {}
+    if options.device == "cpu":
+        scipy = {
+            "distribution": time_scipy(by_distribution, 40),
+            "quadrature": time_scipy(by_quadrature, 2000),
+            "closed form": time_scipy(by_closed_form, 5000),
+        }
     largest = library[sizes[-1]]
     for row in scipy.values():
         row["times_slower"] = row["seconds_per_unit"] / largest
-    made = provenance(seeds=1, device="cpu, one thread", repeats=options.repeats)
+    device = "cpu, one thread" if options.device == "cpu" else options.device
+    made = provenance(seeds=1, device=device, repeats=options.repeats)
+    name = "scores" if options.device == "cpu" else f"scores_{options.device}"
     options.out.mkdir(parents=True, exist_ok=True)
     content = {"library_seconds_per_unit": library, "scipy": scipy, "provenance": made}
-    (options.out / "scores.json").write_text(json.dumps(content, indent=2) + "\n")
+    (options.out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     page = markdown(library, scipy, made)
-    (options.out / "scores.md").write_text(page)
+    (options.out / f"{name}.md").write_text(page)
     print(page)
 
 
@@ -141,21 +150,26 @@ def markdown(library: dict[int, float], scipy: dict[str, dict[str, float]], made
     lines = [
         "# ΔF, SNR and E[θ] of many units",
         "",
-        "Posteriors over μ in [-60, 20], log σ in [-10, 5]; float32 in and out; one thread.",
+        f"Posteriors over μ in [-60, 20], log σ in [-10, 5]; float32 in and out; {made['device']}.",
         "",
         "| units in one call | ns per unit | all |",
         "|---:|---:|---:|",
-        *(f"| {n:,} | {s * 1e9:.0f} | {s * n:.3f} s |" for n, s in library.items()),
+        *(f"| {n:,} | {s * 1e9:.1f} | {s * n * 1e3:,.1f} ms |" for n, s in library.items()),
         "",
-        "The same with scipy, unit by unit. Right: all three scores within 1 % (or 0.01) of the library's.",
-        "",
-        "| scipy | µs per unit | times slower | units right |",
-        "|---|---:|---:|---:|",
-        *(
-            f"| {name} | {row['seconds_per_unit'] * 1e6:,.0f} | {row['times_slower']:,.0f}× | {row['right']:.0%} |"
-            for name, row in scipy.items()
-        ),
-        "",
+    ]
+    if scipy:
+        lines += [
+            "The same with scipy, unit by unit. Right: all three scores within 1 % (or 0.01) of the library's.",
+            "",
+            "| scipy | µs per unit | times slower | units right |",
+            "|---|---:|---:|---:|",
+            *(
+                f"| {name} | {row['seconds_per_unit'] * 1e6:,.0f} | {row['times_slower']:,.0f}× | {row['right']:.0%} |"
+                for name, row in scipy.items()
+            ),
+            "",
+        ]
+    lines += [
         f"`{made['command']}`, {made['machine']}, {made['date']}, commit {made['commit']},",
         f"versions {made['versions']}.",
         "",

@@ -52,7 +52,12 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout this package runs from, marked when it has changes; 'not a checkout' for an install."""
+    """Of the checkout this package runs from, marked when it has changes; 'not a checkout' for an install.
+
+    BMRS_COMMIT says it where the files were copied without their history.
+    """
+    if "BMRS_COMMIT" in os.environ:
+        return os.environ["BMRS_COMMIT"]
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
