@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from torch.func import vmap
+from torch.func import grad, vmap
 
 from bmrs import TruncatedLogNormal, evidence, posterior
 from bmrs._truncated import Frame, kl_gradient, quantile
@@ -197,10 +197,24 @@ class TestDraws:
             kl = TruncatedLogNormal(mu, log_sigma, validate=False).kl()
             return kl, posterior._Draw.apply(mu, log_sigma, u, -20.0, 0.0)[0]
 
-        stacked = vmap(member)(mu, log_sigma, u)
+        def loss(mu, log_sigma, u):
+            kl, theta = member(mu, log_sigma, u)
+            return (kl + theta).sum()
+
+        stacked = (*vmap(member)(mu, log_sigma, u), vmap(grad(loss))(mu, log_sigma, u))
         for i in range(4):
-            for together, alone in zip(stacked, member(mu[i], log_sigma[i], u[i]), strict=True):
-                assert torch.equal(together[i], alone)
+            leaf = mu[i].clone().requires_grad_()
+            loss(leaf, log_sigma[i], u[i]).backward()
+            alone = (*member(mu[i], log_sigma[i], u[i]), leaf.grad)
+            assert all(torch.equal(a[i], b) for a, b in zip(stacked, alone, strict=True))
+
+    def test_second_derivatives_are_refused(self):
+        mu = torch.zeros(3, requires_grad=True)
+        q = TruncatedLogNormal(mu, torch.zeros(3))
+        for value in (q.kl(), q.rsample()):
+            (slope,) = torch.autograd.grad(value.sum(), mu, create_graph=True)
+            with pytest.raises(RuntimeError):
+                slope.sum().backward()
 
 
 class TestShapesAndTypes:
@@ -258,7 +272,16 @@ class TestBadInput:
         ("make", "error", "sentence"),
         [
             (lambda o: TruncatedLogNormal(o, o, log_a=0.0, log_b=-1.0), ValueError, "log_a must be below log_b"),
-            (lambda o: TruncatedLogNormal(o, o, log_a=-math.inf), ValueError, "log_a must be below log_b, both finite"),
+            (
+                lambda o: TruncatedLogNormal(o, o, log_a=-math.inf),
+                ValueError,
+                "log_a must be finite, the log of the smallest θ",
+            ),
+            (
+                lambda o: TruncatedLogNormal(o, o, log_b=o),
+                TypeError,
+                "log_b must be a number, the log of the largest θ",
+            ),
             (lambda o: TruncatedLogNormal(o, torch.zeros(2)), ValueError, "mu and log_sigma must have the same shape"),
             (
                 lambda o: TruncatedLogNormal(o.int(), o),

@@ -13,7 +13,10 @@ def number(value: object, name: str, low: float, high: float, what: str) -> floa
         raise TypeError(f"{name} must be a number, {what}; got {type(value).__name__}.")
     value = float(value)
     if not (low <= value <= high and math.isfinite(value)):
-        span = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"a finite number of at least {low:g}"
+        if math.isfinite(high):
+            span = f"in [{low:g}, {high:g}]"
+        else:
+            span = "finite" if low == -math.inf else f"a finite number of at least {low:g}"
         raise ValueError(f"{name} must be {span}, {what}; got {value:g}.")
     return value
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from bmrs import _checks, _truncated
 from bmrs._truncated import Frame, Regime
@@ -60,15 +61,17 @@ class TruncatedLogNormal:
                 f"mu and log_sigma must share dtype and device; got {mu.dtype} on {mu.device} "
                 f"and {log_sigma.dtype} on {log_sigma.device}: move one with .to()."
             )
-        if not (math.isfinite(log_a) and math.isfinite(log_b) and log_a < log_b):
-            raise ValueError(f"log_a must be below log_b, both finite; got log_a={log_a}, log_b={log_b}.")
+        log_a = _checks.number(log_a, "log_a", -math.inf, math.inf, "the log of the smallest θ")
+        log_b = _checks.number(log_b, "log_b", -math.inf, math.inf, "the log of the largest θ")
+        if log_a >= log_b:
+            raise ValueError(f"log_a must be below log_b; got log_a={log_a:g}, log_b={log_b:g}.")
         if validate:
             _checks.finite(mu, "mu")
             _checks.finite(log_sigma, "log_sigma")
         self.mu = mu
         self.log_sigma = log_sigma.clamp(*LOG_SIGMA_RANGE)
-        self.log_a = float(log_a)
-        self.log_b = float(log_b)
+        self.log_a = log_a
+        self.log_b = log_b
 
     @classmethod
     def from_sigma(cls, mu: Tensor, sigma: Tensor, log_a: float = LOG_A, log_b: float = LOG_B) -> Self:
@@ -180,6 +183,7 @@ class _KL(Function):
         ctx.save_for_backward(mu, log_sigma)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mu, log_sigma = ctx.saved_tensors
         by_mu, by_log_sigma = _truncated.kl_gradient(Frame(mu, log_sigma, ctx.log_a, ctx.log_b))
@@ -206,6 +210,7 @@ class _Draw(Function):
         ctx.shape, ctx.dtype = inputs[0].shape, inputs[0].dtype
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         by_mu, by_log_sigma = ctx.saved_tensors
         to_units = [(grad * by).sum_to_size(ctx.shape).to(ctx.dtype) for by in (by_mu, by_log_sigma)]
