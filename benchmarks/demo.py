@@ -6,12 +6,12 @@ python benchmarks/demo.py              # writes results/demo.json and results/de
 import argparse
 import json
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from bmrs.cli import DEMO_RECIPE
 from bmrs.study.demo import Demo
 from bmrs.study.provenance import provenance
+from bmrs.study.training import Recipe
 
 
 def main() -> None:
@@ -22,10 +22,10 @@ def main() -> None:
     options = parser.parse_args()
     runs = []
     for seed in range(options.seeds):
-        outcome = Demo("digits", options.network, "bmrs_n", replace(DEMO_RECIPE, seed=seed), fine_tune=10).run()
+        outcome = Demo("digits", options.network, "bmrs_n", Recipe(seed=seed)).run()
         runs.append({"seed": seed, "before": asdict(outcome.before), "after": asdict(outcome.after)})
         print(runs[-1], flush=True)
-    made = provenance(seeds=options.seeds, device="cpu", recipe=asdict(DEMO_RECIPE), fine_tune=10)
+    made = provenance(seeds=options.seeds, device="cpu", recipe=asdict(Recipe()))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "demo.json").write_text(json.dumps({"runs": runs, "provenance": made}, indent=2) + "\n")
     page = markdown(runs, made, options.network)

@@ -90,6 +90,17 @@ def test_version():
     assert run("--version").output == f"bmrs {bmrs.__version__}\n"
 
 
+@pytest.mark.parametrize("name", ["matplotlib", "sklearn"])
+def test_a_missing_extra_is_named_before_training(name, monkeypatch, tmp_path):
+    for module in [m for m in sys.modules if m.split(".")[0] == name or m.startswith("bmrs.study")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    result = run(*SHORT, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert f"the demo needs '{name}" in result.output
+    assert "pip install 'bmrs[demo]'" in result.output
+
+
 def test_the_library_needs_torch_alone():
     """Importing bmrs loads none of the extras, and the command line says what is missing."""
     script = (

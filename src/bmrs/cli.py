@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
-DEMO_RECIPE = Recipe(learning_rate=3e-3)
+_DEFAULT = Recipe()
 
 
 def _version(show: bool) -> None:
@@ -52,16 +52,16 @@ def demo(
     price: Annotated[
         str,
         typer.Option(help="Who pays the KL: uniform (all units alike), layer (as published), elbo (the exact bound)."),
-    ] = DEMO_RECIPE.price,
-    strength: Annotated[float, typer.Option(help="Factor on every price: higher removes more.")] = DEMO_RECIPE.strength,
-    epochs: Annotated[int, typer.Option(help="Epochs of training, each followed by pruning.")] = DEMO_RECIPE.epochs,
-    fine_tune: Annotated[int, typer.Option(help="Epochs of training the small network afterwards.")] = 10,
-    batch: Annotated[int, typer.Option(help="Examples per step.")] = DEMO_RECIPE.batch,
-    learning_rate: Annotated[float, typer.Option(help="Adam's learning rate.")] = DEMO_RECIPE.learning_rate,
+    ] = _DEFAULT.price,
+    strength: Annotated[float, typer.Option(help="Factor on every price: higher removes more.")] = _DEFAULT.strength,
+    epochs: Annotated[int, typer.Option(help="Epochs of training, each followed by pruning.")] = _DEFAULT.epochs,
+    fine_tune: Annotated[int, typer.Option(help="Epochs of training the small network.")] = _DEFAULT.fine_tune,
+    batch: Annotated[int, typer.Option(help="Examples per step.")] = _DEFAULT.batch,
+    learning_rate: Annotated[float, typer.Option(help="Adam's learning rate.")] = _DEFAULT.learning_rate,
     phi_rate: Annotated[float, typer.Option(help="Learning rate of the gates, times that of the weights.")] = (
-        DEMO_RECIPE.phi_rate
+        _DEFAULT.phi_rate
     ),
-    seed: Annotated[int, typer.Option(help="Seed of weights, split, order and noise.")] = DEMO_RECIPE.seed,
+    seed: Annotated[int, typer.Option(help="Seed of weights, split, order and noise.")] = _DEFAULT.seed,
     out: Annotated[Path, typer.Option(help="Folder for the picture and the JSON result.")] = Path("runs/demo"),
 ) -> None:
     """Train a network, prune it as it trains, and compare it with the same network left whole.
@@ -76,8 +76,8 @@ def demo(
     try:
         from bmrs.study.demo import Demo
 
-        recipe = Recipe(epochs, batch, learning_rate, phi_rate, price, strength, seed)
-        job = Demo(data, network, criterion, recipe, fine_tune)
+        recipe = Recipe(epochs, fine_tune, batch, learning_rate, phi_rate, price, strength, seed)
+        job = Demo(data, network, criterion, recipe)
     except ImportError as missing:
         _fail(f"the demo needs '{missing.name}': install it with  pip install 'bmrs[demo]'")
     except ValueError as wrong:

@@ -75,7 +75,7 @@ def test_a_gated_network_trains_and_prunes(noise):
     digits = data.DataSet("digits", 10, *parts)
     network = networks.build("lenet5", digits.input_shape, 10).cuda()
     bank = bmrs.NoiseBank.attach(network, networks.gated_outputs(network), noise)
-    recipe = training.Recipe(epochs=25, learning_rate=3e-3)
+    recipe = training.Recipe(epochs=25)
     log = training.train_pruning(network, bank, digits, recipe, bmrs.BMRS_N())
     assert torch.isfinite(log.delta_f).all()
     assert sum(bank.units_left().values()) < 150

@@ -42,7 +42,7 @@ class Outcome:
 class Demo:
     """Prepared by the constructor, which refuses what cannot work; done by :meth:`run`."""
 
-    def __init__(self, data_name: str, network_name: str, criterion_name: str, recipe: Recipe, fine_tune: int) -> None:
+    def __init__(self, data_name: str, network_name: str, criterion_name: str, recipe: Recipe) -> None:
         if criterion_name not in CRITERIA:
             raise ValueError(f"unknown criterion '{criterion_name}': choose one of {', '.join(CRITERIA)}.")
         if recipe.price not in PRICES:
@@ -50,13 +50,12 @@ class Demo:
         for name in ("epochs", "batch", "learning_rate", "phi_rate"):
             if not getattr(recipe, name) > 0:
                 raise ValueError(f"{name} must be above 0; got {getattr(recipe, name)}.")
-        if fine_tune < 0:
-            raise ValueError(f"fine_tune must be 0 epochs or more; got {fine_tune}.")
+        if recipe.fine_tune < 0:
+            raise ValueError(f"fine_tune must be 0 epochs or more; got {recipe.fine_tune}.")
         self.data = data.load(data_name, recipe.seed)
         self.network_name = network_name
         self.criterion = bmrs.criteria.by_name(criterion_name)
         self.recipe = recipe
-        self.fine_tune = fine_tune
         # An unknown name, a network that does not fit the data, or a bad strength is refused here.
         training.gate_prices(networks.gated_outputs(self._network()), recipe, len(self.data.train))
 
@@ -79,9 +78,8 @@ class Demo:
         factors = {gate: bank.mean()[layer].detach() for gate, layer in bank.layers.items()}
         bank.detach()
         small = networks.compact(network, factors)
-        if self.fine_tune:
-            rates = replace(self.recipe, epochs=self.fine_tune, learning_rate=self.recipe.learning_rate / 2)
-            training.train(small, self.data, rates, lambda p: on_epoch("fine-tune", p))
+        gentle = replace(self.recipe, epochs=self.recipe.fine_tune, learning_rate=self.recipe.learning_rate / 2)
+        training.train(small, self.data, gentle, lambda p: on_epoch("fine-tune", p))
         return Outcome(self._measure(whole), self._measure(small), units, log, layers, small)
 
     def write(self, outcome: Outcome, folder: Path) -> tuple[Path, Path]:
@@ -99,7 +97,6 @@ class Demo:
                 network=self.network_name,
                 criterion=repr(self.criterion),
                 recipe=asdict(self.recipe),
-                fine_tune=self.fine_tune,
                 seeds=1,
                 device="cpu",
             ),
@@ -113,7 +110,7 @@ class Demo:
 
     def _total(self) -> Recipe:
         """The whole network trains as long as the pruned one, fine-tuning included."""
-        return replace(self.recipe, epochs=self.recipe.epochs + self.fine_tune)
+        return replace(self.recipe, epochs=self.recipe.epochs + self.recipe.fine_tune)
 
     def _measure(self, network: nn.Sequential) -> Measured:
         return Measured(

@@ -1,17 +1,15 @@
 """Pictures. Kept and removed differ in hatching as well as colour, so they stay apart in greyscale."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from bmrs.posterior import LOG_A, LOG_B
 from bmrs.study.training import GateLog
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 KEPT: dict[str, Any] = {"facecolor": "#1b4965", "edgecolor": "#1b4965"}
 GONE: dict[str, Any] = {"facecolor": "#f4a259", "edgecolor": "#a65e1a", "hatch": "///"}
@@ -20,13 +18,11 @@ _MARKERS = "osD^vP*X"
 PRIOR_MEAN = (math.exp(LOG_B) - math.exp(LOG_A)) / (LOG_B - LOG_A)
 
 
-def posterior_figure(log: GateLog, layers: dict[str, slice], tolerance: float | None) -> "Figure":
+def posterior_figure(log: GateLog, layers: dict[str, slice], tolerance: float | None) -> Figure:
     """E[θ] of all units, ΔF against E[θ], and what is left of every layer.
 
     A removed unit is shown as it was when it went. ``tolerance``: where BMRS_N drew its line.
     """
-    from matplotlib.figure import Figure
-
     gone = log.removed_at.cpu() > 0
     mean, delta_f = log.mean.cpu(), log.delta_f.cpu()
     figure = Figure(figsize=(13, 4.2), layout="constrained")
@@ -40,7 +36,7 @@ def posterior_figure(log: GateLog, layers: dict[str, slice], tolerance: float | 
     return figure
 
 
-def _histogram(axes: "Axes", mean: Tensor, gone: Tensor) -> None:
+def _histogram(axes: Axes, mean: Tensor, gone: Tensor) -> None:
     bins = 20
     kept, removed = (torch.histc(mean[part], bins, 0.0, 1.0).tolist() for part in (~gone, gone))
     starts = [i / bins for i in range(bins)]
@@ -68,7 +64,7 @@ def _histogram(axes: "Axes", mean: Tensor, gone: Tensor) -> None:
 
 
 def _evidence(
-    axes: "Axes",
+    axes: Axes,
     mean: Tensor,
     delta_f: Tensor,
     gone: Tensor,
@@ -98,7 +94,7 @@ def _evidence(
     axes.legend(frameon=False, loc="lower left", fontsize=9)
 
 
-def _widths(axes: "Axes", gone: Tensor, layers: dict[str, slice]) -> None:
+def _widths(axes: Axes, gone: Tensor, layers: dict[str, slice]) -> None:
     before = [layer.stop - layer.start for layer in layers.values()]
     after = [int((~gone[layer]).sum()) for layer in layers.values()]
     rows = list(range(len(layers)))

@@ -17,8 +17,9 @@ class Recipe:
     """How to train."""
 
     epochs: int = 40
+    fine_tune: int = 10  # epochs of training what is left, at half the learning rate
     batch: int = 32
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     phi_rate: float = 10.0  # learning rate of the gates, times that of the weights
     price: str = "uniform"
     strength: float = 1.0
