@@ -50,6 +50,12 @@ class TestDemo:
         assert first["after"] == second["after"]
 
 
+def test_a_run_too_short_to_prune_says_so(tmp_path):
+    result = run("demo", "--network", "mlp", "--epochs", "1", "--fine-tune", "0", "--out", str(tmp_path))
+    assert result.exit_code == 0
+    assert "No unit was removed: gates need time to forget." in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -95,7 +95,13 @@ def demo(
     with screen:
         outcome = job.run(screen.show)
     picture, result = job.write(outcome, out)
+    console.print()
     console.print(_comparison(outcome.before, outcome.after))
+    if outcome.before.parameters == outcome.after.parameters:
+        console.print(
+            "[yellow]No unit was removed:[/yellow] gates need time to forget. Train longer (--epochs), or let them "
+            "move faster (--phi-rate) or under more pressure (--strength)."
+        )
     console.print(f"Picture of the posteriors: {picture}\nNumbers and how they were made: {result}", highlight=False)
 
 

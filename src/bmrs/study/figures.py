@@ -58,7 +58,7 @@ def _histogram(axes: Axes, mean: Tensor, gone: Tensor) -> None:
     ticks = [t for t in (0, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if t <= max(top, 5)]
     axes.set_yticks(ticks, [str(t) for t in ticks])
     axes.set_yticks([], minor=True)
-    axes.set_ylim(0, top * 1.3)
+    axes.set_ylim(0, max(top, 10) * 8)  # room for the legend
     axes.set(xlabel="posterior mean E[θ] of the gate", ylabel="units")
     axes.legend(frameon=False)
 
@@ -104,5 +104,5 @@ def _widths(axes: Axes, gone: Tensor, layers: dict[str, slice]) -> None:
         axes.text(b + max(before) * 0.02, row, f"{b} → {a}", va="center")
     axes.set_yticks(rows, list(layers))
     axes.invert_yaxis()
-    axes.set_xlim(0, max(before) * 1.25)
+    axes.set_xlim(0, max(before) * 1.4)
     axes.set(xlabel="units")
