@@ -67,8 +67,8 @@ def demo(
     """Train a network, prune it as it trains, and compare it with the same network left whole.
 
     Every unit (filter or neuron) gets a random gate whose posterior is learned with the weights. After every
-    epoch the units without which the evidence is no lower are removed. In the end they are cut out of the
-    weights for good, the small network is fine-tuned, and both are tested. No threshold is tuned.
+    epoch the units go whose keeping the evidence does not support. In the end they are cut out of the weights for
+    good, the small network is fine-tuned, and both are tested. No threshold is tuned.
 
     Example:  [bold]bmrs demo --network mlp --criterion snr[/bold]
     """
@@ -94,7 +94,6 @@ def demo(
     screen = _Screen(console)
     with screen:
         outcome = job.run(screen.show)
-    picture, result = job.write(outcome, out)
     console.print()
     console.print(_comparison(outcome.before, outcome.after))
     if outcome.before.parameters == outcome.after.parameters:
@@ -102,6 +101,7 @@ def demo(
             "[yellow]No unit was removed:[/yellow] gates need time to forget. Train longer (--epochs), or let them "
             "move faster (--phi-rate) or under more pressure (--strength)."
         )
+    picture, result = job.write(outcome, out)
     console.print(f"Picture of the posteriors: {picture}\nNumbers and how they were made: {result}", highlight=False)
 
 

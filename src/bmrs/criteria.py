@@ -83,8 +83,8 @@ class Criterion(ABC):
 class BMRS_N(Criterion):
     """Remove unless the evidence for keeping the unit is worth more than ``tolerance`` nats.
 
-    The score is -ΔF for a spike at zero. At tolerance 0, the rule as printed, nothing is ever removed: a unit
-    the data do not need has ΔF → 0 from below. The default, ½ log 2π = 0.919, gives the published results.
+    The score is -ΔF for a spike at zero. At tolerance 0, the rule as printed, a trained network loses nothing:
+    a unit the data do not need has ΔF → 0 from below. The default, ½ log 2π = 0.919, gives the published results.
     """
 
     name = "bmrs_n"

@@ -85,9 +85,6 @@ class Demo:
     def write(self, outcome: Outcome, folder: Path) -> tuple[Path, Path]:
         """A picture of the posteriors and a JSON file with the numbers and how they were made."""
         picture, result = folder / "posteriors.png", folder / "result.json"
-        tolerance = self.criterion.tolerance if isinstance(self.criterion, bmrs.BMRS_N) else None
-        figure = posterior_figure(outcome.log, outcome.layers, tolerance)
-        figure.savefig(picture, dpi=160)
         content = {
             "before": asdict(outcome.before),
             "after": asdict(outcome.after),
@@ -102,6 +99,8 @@ class Demo:
             ),
         }
         result.write_text(json.dumps(content, indent=2) + "\n")
+        tolerance = self.criterion.tolerance if isinstance(self.criterion, bmrs.BMRS_N) else None
+        posterior_figure(outcome.log, outcome.layers, tolerance).savefig(picture, dpi=160)
         return picture, result
 
     def _network(self) -> nn.Sequential:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +57,7 @@ def mlp(inputs: int, classes: int, hidden: tuple[int, ...] = (100, 100)) -> nn.S
 def gated_outputs(network: nn.Sequential) -> dict[str, int]:
     """Where the paper puts its gates: after every activation. Module name → number of units."""
     outputs = {}
-    for (_, layer), (name, follower) in zip(
-        list(network.named_children())[:-1], list(network.named_children())[1:], strict=True
-    ):
+    for (_, layer), (name, follower) in pairwise(network.named_children()):
         if isinstance(follower, nn.ReLU | nn.Tanh):
             outputs[name] = _width(layer)
     return outputs

@@ -82,16 +82,15 @@ def train_pruning(
     optimizer = torch.optim.Adam(groups, lr=recipe.learning_rate)
     prices = gate_prices(bank.sizes, recipe, len(data.train)).to(bank.mu.device)
     shuffle = torch.Generator().manual_seed(recipe.seed)
-    log: GateLog | None = None
+    log = GateLog(*bmrs.evidence.scores(bank.posterior()), torch.zeros_like(bank.alive, dtype=torch.long))
     for epoch in range(1, recipe.epochs + 1):
         network.train()
         for x, y in batches(data.train, recipe.batch, shuffle):
             optimizer.zero_grad()
             (F.cross_entropy(network(x), y) + bank.kl(prices)).backward()
             optimizer.step()
-        log = prune(bank, criterion, epoch, log)
+        _prune(bank, criterion, epoch, log)
         on_epoch(Progress(epoch, recipe.epochs, accuracy(network, data.validation), bank.units_left()))
-    assert log is not None
     return log
 
 
@@ -99,16 +98,12 @@ def gate_prices(sizes: Mapping[str, int], recipe: Recipe, num_examples: int) -> 
     return bmrs.price.prices(recipe.price, list(sizes.values()), strength=recipe.strength, num_examples=num_examples)
 
 
-@torch.no_grad()
-def prune(bank: bmrs.NoiseBank, criterion: bmrs.Criterion, epoch: int, log: GateLog | None) -> GateLog:
+def _prune(bank: bmrs.NoiseBank, criterion: bmrs.Criterion, epoch: int, log: GateLog) -> None:
     """Close the gates the criterion rejects and note what they were like."""
     scores = bmrs.evidence.scores(bank.posterior())
-    if log is None:
-        log = GateLog(*scores, torch.zeros_like(bank.alive, dtype=torch.long))
     for old, new in zip((log.mean, log.snr, log.delta_f), scores, strict=True):
         old[bank.alive] = new[bank.alive]
     log.removed_at[bmrs.prune(bank, criterion)] = epoch
-    return log
 
 
 def batches(part: Part, size: int, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
