@@ -5,6 +5,7 @@ from bmrs.criteria import BMRS_N, BMRS_U, L2, SNR, Criterion, Gradient, Mean, Un
 from bmrs.noise import Gate, NoiseBank
 from bmrs.posterior import TruncatedLogNormal
 from bmrs.pruner import prune
+from bmrs.structure import Structure, Structures, remove, structures
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,8 @@ __all__ = [
     "Gradient",
     "Mean",
     "NoiseBank",
+    "Structure",
+    "Structures",
     "TruncatedLogNormal",
     "Units",
     "__version__",
@@ -26,4 +29,6 @@ __all__ = [
     "evidence",
     "price",
     "prune",
+    "remove",
+    "structures",
 ]

@@ -1,0 +1,163 @@
+"""Walks a captured graph and lets every operation's rule tie dimensions."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmrs.structure import contractions, rules
+from bmrs.structure.capture import Captured, module_of
+from bmrs.structure.rules import RULES, Facts, Step, Value, freeze_all, values_in
+
+assert contractions  # imported for the rules it registers
+
+# Operations that only check something.
+_SILENT = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "sym_size"}
+# They run a graph of their own with another setting: what they do is in there.
+_WRAPPERS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
+
+
+def analyse(captured: Captured, parameters: dict[str, Value], facts: Facts) -> None:
+    """``parameters``: the labels of parameters and buffers, the same for every graph of a network."""
+    inputs = []
+    for node in captured.graph.find_nodes(op="placeholder"):
+        name = captured.tensors.get(node.name)
+        if name is not None:
+            inputs.append(parameters[name])
+        else:
+            inputs.append(_fixed(node.meta.get("val"), "it comes from the model's input"))
+    outputs = _walk(captured.module, inputs, facts)
+    for value in values_in(outputs):
+        for dim in value.dims:
+            facts.labels.freeze(dim, "it is the model's output")
+
+
+def _fixed(value: Any, reason: str) -> Any:
+    """A tensor that stays as it is; what is no tensor goes on as it is."""
+    if isinstance(value, Tensor):
+        shape = _concrete(value)
+        return Value(shape, (reason,) * len(shape))
+    if isinstance(value, list | tuple):
+        return [_fixed(one, reason) for one in value]
+    return value
+
+
+def _concrete(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
+
+
+def _walk(module: torch.fx.GraphModule, inputs: Sequence[Any], facts: Facts) -> Any:
+    known: dict[torch.fx.Node, Any] = {}
+    waiting = iter(inputs)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            known[node] = next(waiting)
+        elif node.op == "get_attr":
+            target = operator.attrgetter(str(node.target))(module)
+            known[node] = _fixed(target, "it is a constant") if isinstance(target, Tensor) else target
+        elif node.op == "output":
+            return torch.fx.map_arg(node.args[0], lambda one: known[one])
+        else:
+            args = torch.fx.map_arg(node.args, lambda one: known[one])
+            kwargs = torch.fx.map_arg(node.kwargs, lambda one: known[one])
+            known[node] = _apply(node, args, kwargs, facts)
+            _note_sizes(module_of(node), (args, kwargs, known[node]), facts)
+            _note_request(node, args, known[node], facts)
+    return None
+
+
+def _apply(node: torch.fx.Node, args: Any, kwargs: Any, facts: Facts) -> Any:
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    made = node.meta.get("val")
+    operation = _name(node.target)
+    if operation in _WRAPPERS:
+        before = _WRAPPERS[operation]
+        return _walk(args[before], args[before + 1 :], facts)
+    tensors = [made] if isinstance(made, Tensor) else [one for one in made if isinstance(one, Tensor)] if isinstance(
+        made, list | tuple) else []  # fmt: skip
+    if not tensors or operation in _SILENT:
+        return made
+    step = Step(facts, operation, module_of(node), [_concrete(tensor) for tensor in tensors])
+    single = isinstance(made, Tensor)
+    inputs = values_in((args, kwargs))
+    if not inputs:
+        return _fixed(made, "made in the forward pass")
+    consumers = len(facts.consumers)
+    try:
+        results = _by_rule(step, args, kwargs)
+    except _NoRule:
+        facts.unknown.setdefault(operation, step.module)
+        results = freeze_all(step, (args, kwargs), step.because(f"'{operation}' has no rule for it"))
+    if not results[0].constant:
+        consumed = {consumer.weight for consumer in facts.consumers[consumers:]}
+        facts.producers.update(
+            place for v in inputs for places in v.origin or () for place in places if place not in consumed
+        )
+    return results[0] if single else results
+
+
+class _NoRule(Exception):
+    pass
+
+
+def _by_rule(step: Step, args: Any, kwargs: Any) -> list[Value]:
+    rule = RULES.get(step.operation) or RULES.get(step.operation.rstrip("_"))
+    inputs = values_in((args, kwargs))
+    if rule is None or any(size <= 0 for shape in (*step.outputs, *(v.shape for v in inputs)) for size in shape):
+        raise _NoRule
+    try:
+        made = rule(step, *args, **kwargs)
+    except (AssertionError, IndexError, TypeError, ValueError, AttributeError) as wrong:
+        # A form of the operation the rule was not written for. What it tied by then is too much, never too little.
+        raise _NoRule from wrong
+    results = made if isinstance(made, list) else [made]
+    for value, shape in zip(results, step.outputs, strict=False):
+        sizes = [size if isinstance(dim, str) else len(dim) for dim, size in zip(value.dims, shape, strict=False)]
+        if tuple(sizes) != shape or len(value.dims) != len(shape):
+            raise _NoRule
+    if len(results) != len(step.outputs):
+        raise _NoRule
+    return results
+
+
+def _name(target: Any) -> str:
+    """aten.add_.Tensor → add_"""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    return str(getattr(target, "__name__", target))
+
+
+def _note_sizes(module: str, values: Any, facts: Facts) -> None:
+    """Which labelled dimensions a module handles: their sizes may be written down in its attributes."""
+    sizes = facts.sizes.setdefault(module, {})
+    for value in values_in(values):
+        for dim in value.dims:
+            if not isinstance(dim, str):
+                sizes[id(dim)] = dim
+
+
+def _note_request(node: torch.fx.Node, args: Any, made: Any, facts: Facts) -> None:
+    """The sizes a module asks for by number, and what is labelled there."""
+    operation = _name(node.target)
+    if operation in ("view", "reshape", "_unsafe_view"):
+        kind, dims = ("open view" if -1 in args[1] else "view"), made.dims
+    elif operation == "expand":
+        kind, dims = "expand", made.dims
+    elif operation == "unflatten":
+        first = args[1] % len(args[0].shape)
+        kind, dims = ("open unflatten" if -1 in args[2] else "unflatten"), made.dims[first : first + len(args[2])]
+    elif operation in ("split", "split_with_sizes"):
+        dim = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
+        parts = [part.dims[dim] for part in made]
+        kind, dims = "split", tuple(parts if isinstance(args[1], list | tuple) else parts[:1])
+    else:
+        return
+    requests = facts.requests.setdefault(module_of(node), {})
+    for position, dim in enumerate(dims):
+        requests.setdefault((kind, len(dims), position), []).append(dim)
+
+
+__all__ = ["analyse", "rules"]

@@ -1,0 +1,91 @@
+"""A network as one flat graph of ATen operations, with shapes, parameter names and the module each came from."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """``tensors`` maps the graph's placeholders to names of parameters and buffers; other placeholders are inputs."""
+
+    graph: torch.fx.Graph
+    module: torch.fx.GraphModule
+    tensors: dict[str, str]
+
+
+def arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments: a tensor, a tuple (positional) or a dict (keyword)."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+@contextlib.contextmanager
+def mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """All modules in one mode for a while, each back in its own afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, was in before:
+            module.training = was
+
+
+@contextlib.contextmanager
+def no_fast_path() -> Iterator[None]:
+    """nn.MultiheadAttention and nn.TransformerEncoderLayer hide all they do in one operation when they can."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def capture(model: nn.Module, example_inputs: ExampleInputs, *, training: bool = False) -> Captured:
+    """The graph of one forward pass on these inputs."""
+    args, kwargs = arguments(example_inputs)
+    with mode(model, training), no_fast_path(), torch.enable_grad(), torch.random.fork_rng(enabled=True):
+        program = torch.export.export(model, args, kwargs, strict=False)
+    canonical = canonical_names(model)
+    tensors = {}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind in (torch.export.graph_signature.InputKind.PARAMETER, torch.export.graph_signature.InputKind.BUFFER):
+            assert isinstance(spec.target, str)
+            tensors[spec.arg.name] = canonical[spec.target]
+    return Captured(program.graph, program.graph_module, tensors)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer → the first name of the same tensor."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, tensor in named_tensors(model):
+        names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def module_of(node: torch.fx.Node) -> str:
+    """The path of the innermost module this node was computed in."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    return re.sub(r"@\d+", "", path)

@@ -1,0 +1,108 @@
+"""From labels to structures: what can be removed, where it sits, what it costs, and what it is called."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from bmrs.structure.analyse import analyse
+from bmrs.structure.capture import ExampleInputs, canonical_names, capture, named_tensors
+from bmrs.structure.rules import ONE, Facts, Place, Value
+
+Label = frozenset[int]
+"""The variables an index depends on: it is there while all of them are."""
+
+
+@dataclass
+class Request:
+    """A size a module asks for by number. ``sure``: whenever it asks in this form, it means this dimension."""
+
+    dims: list[list[Label]]
+    sure: bool
+
+
+@dataclass
+class Findings:
+    """Everything known of a network's dimensions; shrinks with the network."""
+
+    places: dict[Place, list[Label]]  # only dimensions with something free
+    consumed: dict[Place, set[int]]  # variables whose gates belong on this dimension
+    producers: set[Place]
+    heads: dict[int, str]
+    groups: dict[str, list[Label]]  # per module its groups
+    sizes: dict[str, list[list[Label]]]  # per module the labelled dimensions it handles
+    requests: dict[str, dict[tuple[str, int, int], Request]]
+    work: list[tuple[int, list[list[Label]]]]
+    frozen: dict[Place, tuple[int, str]]  # size and reason
+    unknown: dict[str, str]
+
+
+def explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
+    """Capture the network in both modes and find what is tied to what in either."""
+    facts = Facts()
+    canonical = canonical_names(model)
+    values = {}
+    for name, tensor in named_tensors(model):
+        if canonical[name] == name:
+            shape = tuple(tensor.shape)
+            dims = tuple(facts.labels.fresh(size) if size > 1 else ONE for size in shape)
+            values[name] = Value(shape, dims, True, tuple(frozenset({(name, d)}) for d in range(len(shape))))
+    analyse(capture(model, example_inputs), values, facts)
+    work = list(facts.work)
+    analyse(capture(model, example_inputs, training=True), values, facts)
+    return _findings(facts, values, work)
+
+
+def _findings(facts: Facts, values: dict[str, Value], work: list[tuple[int, tuple[tuple[int, ...], ...]]]) -> Findings:
+    labels = facts.labels
+    places: dict[Place, list[Label]] = {}
+    frozen: dict[Place, tuple[int, str]] = {}
+    for name, value in values.items():
+        for d, dim in enumerate(value.dims):
+            if isinstance(dim, str):
+                continue
+            resolved = [labels.resolve(label) for label in dim]
+            if any(resolved):
+                places[name, d] = resolved
+            else:
+                reason = next((r for label in dim if (r := labels.reason(label))), "")
+                frozen[name, d] = (len(dim), reason)
+    consumed: dict[Place, set[int]] = defaultdict(set)
+    for consumer in facts.consumers:
+        consumed[consumer.weight].update(*(labels.resolve(label) for label in consumer.labels))
+    known: dict[int, list[Label]] = {}
+
+    def resolved(dim: tuple[int, ...]) -> list[Label]:
+        if id(dim) not in known:
+            known[id(dim)] = [labels.resolve(label) for label in dim]
+        return known[id(dim)]
+
+    sizes = {}
+    for module, dims in facts.sizes.items():
+        free = {tuple(r): r for dim in dims.values() if any(r := resolved(dim))}
+        sizes[module] = list(free.values())
+    requests = {}
+    for module, asked in facts.requests.items():
+        found = {}
+        for key, seen in asked.items():
+            free = [r for dim in seen if not isinstance(dim, str) and any(r := resolved(dim))]
+            if free:
+                alternatives = list({tuple(r): r for r in free}.values())
+                found[key] = Request(alternatives, sure=len(free) == len(seen) and len(alternatives) == 1)
+        if found:
+            requests[module] = found
+    return Findings(
+        places,
+        {place: variables for place, variables in consumed.items() if variables},
+        facts.producers,
+        {free: module for label, module in facts.heads.items() for free in labels.resolve(label)},
+        {module: resolved(dim) for module, dim in facts.groups.items()},
+        sizes,
+        requests,
+        [(count, [resolved(dim) for dim in dims]) for count, dims in work],
+        frozen,
+        facts.unknown,
+    )

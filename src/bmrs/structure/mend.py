@@ -1,0 +1,228 @@
+"""Integers a module has written down: attributes set anew, and sizes corrected while its own code runs.
+
+Slicing the tensors is enough for most modules, whose code reads shapes off its inputs. Others hold a width in an
+attribute (``num_heads``), which can be set. A few compute it in ``forward`` from something that did not shrink,
+such as ``x.reshape(B, N, C)`` with C the width of the input: their code runs as it is, and the sizes it asks for
+are corrected on the way (:class:`Reshaping`).
+"""
+
+import copy
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from bmrs.structure.multihead import MultiheadForward
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Where a request of this kind with ``count`` numbers says ``old`` at ``position``, ``new`` is meant."""
+
+    kind: str
+    count: int
+    position: int
+    old: int
+    new: int
+    sure: bool
+
+
+class Reshaping(TorchFunctionMode):
+    """Corrects sizes that no longer fit the tensor they are asked of; leaves alone what fits."""
+
+    def __init__(self, corrections: tuple[Correction, ...]) -> None:
+        super().__init__()
+        self.corrections = corrections
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = _KINDS.get(func)
+        if kind is not None:
+            args, kwargs = _MENDED[kind](self.corrections, args, kwargs)
+        return func(*args, **kwargs)
+
+
+_KINDS = {
+    torch.Tensor.view: "view",
+    torch.Tensor.reshape: "view",
+    torch.reshape: "view",
+    torch.Tensor.expand: "expand",
+    torch.Tensor.unflatten: "unflatten",
+    torch.unflatten: "unflatten",
+    torch.Tensor.split: "split",
+    torch.split: "split",
+    torch.Tensor.split_with_sizes: "split",
+}
+
+
+def _corrected(kind: str, sizes: list[int], total: int, corrections: tuple[Correction, ...]) -> list[int] | None:
+    """The sizes whose product is the total; None if those asked for will do or nothing fits."""
+    kind = f"open {kind}" if -1 in sizes else kind
+    own = [c for c in corrections if c.kind == kind and c.count == len(sizes)]
+    if -1 in sizes:
+        # Any number may seem to fit here, so only what this form of request always means is corrected.
+        changed = list(sizes)
+        for c in own:
+            if sizes[c.position] == c.old:
+                if not c.sure:
+                    raise RuntimeError(f"a size of {c.old} is asked for beside -1, and it is not clear what it means.")
+                changed[c.position] = c.new
+        return changed if changed != sizes else None
+    if prod(sizes) == total:
+        return None
+    choices: list[list[int]] = [[size] for size in sizes]
+    for c in own:
+        # A size may be several times the one known, where examples are merged into it.
+        if sizes[c.position] * c.new % c.old == 0:
+            choices[c.position].append(sizes[c.position] * c.new // c.old)
+    fitting = [list(choice) for choice in product(*choices) if prod(choice) == total]
+    return max(fitting, key=lambda choice: sum(a == b for a, b in zip(choice, sizes, strict=True)), default=None)
+
+
+def _view(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    x, *sizes = args
+    if not sizes and "shape" in kwargs:
+        sizes = [kwargs["shape"]]
+    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
+        sizes = list(sizes[0])
+    if not sizes or not all(isinstance(size, int | torch.SymInt) for size in sizes):
+        return args, kwargs
+    changed = _corrected("view", sizes, x.numel(), corrections)
+    return (args, kwargs) if changed is None else ((x, tuple(changed)), {})
+
+
+def _unflatten(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    x, dim, sizes = args if len(args) == 3 else (*args, kwargs.get("sizes"))
+    changed = _corrected("unflatten", list(sizes), x.shape[dim], corrections)
+    return (args, kwargs) if changed is None else ((x, dim, tuple(changed)), {})
+
+
+def _expand(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    x, *sizes = args
+    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
+        sizes = list(sizes[0])
+    changed = list(sizes)
+    for c in corrections:
+        if c.kind == "expand" and c.count == len(sizes) and sizes[c.position] == c.old:
+            own = len(x.shape) - len(sizes) + c.position
+            if own >= 0 and x.shape[own] == c.new:
+                changed[c.position] = c.new
+    return (args, kwargs) if changed == sizes else ((x, tuple(changed)), kwargs)
+
+
+def _split(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    x, sizes, *rest = args
+    dim = rest[0] if rest else kwargs.get("dim", 0)
+    asked = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
+    own = [c for c in corrections if c.kind == "split" and c.count == len(asked)]
+    if isinstance(sizes, list | tuple) and sum(asked) == x.shape[dim]:
+        return args, kwargs
+    changed = list(asked)
+    for c in own:
+        if asked[c.position] == c.old:
+            changed[c.position] = c.new
+    if changed == asked or (isinstance(sizes, list | tuple) and sum(changed) != x.shape[dim]):
+        return args, kwargs
+    return (x, changed if isinstance(sizes, list | tuple) else changed[0], *rest), kwargs
+
+
+_MENDED = {"view": _view, "unflatten": _unflatten, "expand": _expand, "split": _split}
+
+
+class MendedForward:
+    """A module's own ``forward``, run with corrected sizes. Lives in the instance: the class stays as it is."""
+
+    def __init__(self, module: nn.Module, corrections: tuple[Correction, ...]) -> None:
+        self.module, self.corrections = module, corrections
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with Reshaping(self.corrections):
+            return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def correct_sizes(model: nn.Module, path: str, corrections: tuple[Correction, ...]) -> None:
+    """From now on the module at ``path`` runs with these corrections."""
+    module = model.get_submodule(path)
+    if isinstance(module, nn.MultiheadAttention):
+        module.__dict__["forward"] = MultiheadForward(module)
+        _no_fast_path(model, path)
+    else:
+        module.__dict__["forward"] = MendedForward(module, corrections)
+
+
+def _no_fast_path(model: nn.Module, path: str) -> None:
+    """Transformer layers around an attention may call a fused kernel that knows only the original shape."""
+    parts = path.split(".")
+    for end in range(len(parts)):
+        around = model.get_submodule(".".join(parts[:end]))
+        if isinstance(around, nn.TransformerEncoderLayer):
+            around.activation_relu_or_gelu = 0
+        elif isinstance(around, nn.TransformerEncoder):
+            around.enable_nested_tensor = around.use_nested_tensor = False
+
+
+def integers_of(module: nn.Module) -> dict[str, Any]:
+    """Integers, and sequences of integers, in a module's attributes and in its configuration (``config.num_heads``)."""
+    found = {}
+    holders = [("", module.__dict__)]
+    if hasattr(module.__dict__.get("config"), "__dict__"):
+        holders.append(("config.", vars(module.__dict__["config"])))
+    for prefix, attributes in holders:
+        for name, value in attributes.items():
+            several = isinstance(value, list | tuple) and type(value) in (list, tuple) and value
+            parts = value if several else [value]
+            if all(isinstance(one, int) and not isinstance(one, bool) for one in parts) and not name.startswith("_"):
+                found[prefix + name] = value
+    return found
+
+
+def set_integer(module: nn.Module, attribute: str, value: Any) -> None:
+    """Configurations are shared between layers: the module gets a copy of its own."""
+    holder, _, name = attribute.rpartition(".")
+    if not holder:
+        setattr(module, name, value)
+        return
+    own = copy.copy(getattr(module, holder))
+    setattr(own, name, value)
+    setattr(module, holder, own)
+
+
+def sync_builtin(module: nn.Module, groups: int | None) -> None:
+    """The integers of torch's own layers, read off their tensors. ``groups``: how many are left, where it has any."""
+    weight = getattr(module, "weight", None)
+    if isinstance(module, nn.modules.conv._ConvNd) and weight is not None:
+        if groups is not None and module.groups > 1:
+            module.groups = groups
+        first, second = weight.shape[0], weight.shape[1] * module.groups
+        module.in_channels, module.out_channels = (first, second) if module.transposed else (second, first)
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, nn.modules.batchnorm._NormBase):
+        tensor = weight if weight is not None else module.running_mean
+        if tensor is not None:
+            module.num_features = len(tensor)
+    elif isinstance(module, nn.GroupNorm):
+        if groups is not None:
+            module.num_groups = groups
+        if weight is not None:
+            module.num_channels = len(weight)
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = module.weight.shape
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = len(module.weight)
+    elif type(module).__name__ == "Conv1D" and hasattr(module, "nf") and weight is not None:
+        module.nf = weight.shape[1]  # Hugging Face's linear layer with a transposed weight
+        if hasattr(module, "nx"):
+            module.nx = weight.shape[0]
+
+
+_SYNCED = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Embedding, nn.PReLU)
+
+
+def is_builtin(module: nn.Module) -> bool:
+    """Whether :func:`sync_builtin` knows all its integers."""
+    return isinstance(module, _SYNCED)

@@ -1,0 +1,256 @@
+"""The listing: every structure of a network, what a unit of it costs, and what stays whole and why."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from bmrs.structure.capture import ExampleInputs, named_tensors
+from bmrs.structure.discover import Findings, Label, explore
+from bmrs.structure.mend import integers_of
+from bmrs.structure.remove import removed
+from bmrs.structure.rules import Place
+
+
+@dataclass(eq=False)
+class Structure:
+    """Interchangeable units that occupy the same parameter dimensions."""
+
+    name: str
+    kind: str  # neuron, filter, head, group
+    places: tuple[Place, ...]  # every parameter and buffer dimension a unit occupies
+    consumers: tuple[Place, ...]  # those of them a unit's gate multiplies
+    hidden: bool
+    variables: tuple[int, ...] = field(repr=False)
+    owner: "Structures" = field(repr=False)
+
+    @property
+    def kept(self) -> list[int]:
+        """The units still there, by their original numbers."""
+        return [unit for unit, variable in enumerate(self.variables) if variable not in self.owner.gone]
+
+    @property
+    def units(self) -> int:
+        return sum(variable not in self.owner.gone for variable in self.variables)
+
+    @property
+    def params_per_unit(self) -> float:
+        """Parameters that go with one unit, on average."""
+        return self.owner.parameters_in([self]) / len(self.variables)
+
+    @property
+    def macs_per_unit(self) -> float:
+        """Multiply-adds per example input that go with one unit, on average."""
+        return self.owner.multiply_adds_in(self) / len(self.variables)
+
+    @property
+    def foldable(self) -> bool:
+        """Whether a gate can be multiplied into the weights: not where they produce and consume at once, as when tied."""
+        return not set(self.consumers) & self.owner.findings.producers
+
+    def indices(self, place: Place) -> list[list[int]]:
+        """Per unit still there, its original indices along a parameter dimension."""
+        at: dict[int, list[int]] = defaultdict(list)
+        for index, label in enumerate(self.owner.findings.places[place]):
+            for variable in label:
+                at[variable].append(index)
+        return [at[variable] for variable in self.variables if variable not in self.owner.gone]
+
+    def verify(self) -> "Structure":
+        """Prove that removal is exact, now; ``status`` says how it ended."""
+        self.owner.verify([self])
+        return self
+
+    @property
+    def status(self) -> str:
+        """"exact", "not verified yet", or why units cannot be removed."""
+        return self.owner.status.get(self, "not verified yet")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "units": self.units,
+            "params_per_unit": self.params_per_unit,
+            "macs_per_unit": self.macs_per_unit,
+            "dimensions": [f"{name}:{dim}" for name, dim in self.places],
+            "gated_at": [f"{name}:{dim}" for name, dim in self.consumers],
+            "status": self.status,
+        }
+
+
+class Structures(Sequence[Structure]):
+    """All structures of a network. Shrinks with it."""
+
+    def __init__(self, model: nn.Module, example_inputs: ExampleInputs) -> None:
+        self.model, self.example_inputs = model, example_inputs
+        self.findings: Findings = explore(model, example_inputs)
+        self.base = removed(model)
+        self.gone: set[int] = set()
+        self.mends: set[Any] = set()
+        self.status: dict[Structure, str] = {}
+        self._integers: dict[str, dict[str, Any]] = {}
+        everything = _build(self)
+        self._listed = [structure for structure in everything if not structure.hidden]
+        self.hidden = [structure for structure in everything if structure.hidden]
+
+    def __len__(self) -> int:
+        return len(self._listed)
+
+    def __iter__(self) -> Iterator[Structure]:
+        return iter(self._listed)
+
+    def __getitem__(self, key: Any) -> Any:
+        """By number, or by name (hidden ones too)."""
+        if isinstance(key, str):
+            for structure in (*self._listed, *self.hidden):
+                if structure.name == key:
+                    return structure
+            raise KeyError(f"no structure is called '{key}': see .table() for their names.")
+        return self._listed[key]
+
+    def integers(self, path: str) -> dict[str, Any]:
+        """The integers a module has written down, also in its configuration, as they were when it was listed."""
+        if path not in self._integers:
+            self._integers[path] = integers_of(self.model.get_submodule(path))
+        return self._integers[path]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in named_tensors(self.model)}
+
+    @cached_property
+    def _parameters(self) -> set[str]:
+        return {name for name, _ in self.model.named_parameters()}
+
+    def parameters_in(self, structures: Iterable[Structure]) -> int:
+        """Parameters that lie in any unit of these structures, as the network was when it was listed."""
+        variables = {variable for structure in structures for variable in structure.variables}
+        inside: dict[str, dict[int, int]] = defaultdict(dict)
+        for (name, dim), labels in self.findings.places.items():
+            if name in self._parameters:
+                inside[name][dim] = sum(not variables.isdisjoint(label) for label in labels)
+        total = 0
+        for name, dims in inside.items():
+            shape = self.shapes[name]
+            total += prod(shape) - prod(size - dims.get(dim, 0) for dim, size in enumerate(shape))
+        return total
+
+    def multiply_adds_in(self, structure: Structure) -> int:
+        """Multiply-adds of one forward pass that all units of a structure cause together."""
+        variables = set(structure.variables)
+        total = 0.0
+        for count, dims in self.findings.work:
+            left = prod(1 - sum(not variables.isdisjoint(label) for label in dim) / len(dim) for dim in dims)
+            total += count * (1 - left)
+        return round(total)
+
+    @property
+    def parameters(self) -> int:
+        return sum(prod(self.shapes[name]) for name in self._parameters)
+
+    @property
+    def share(self) -> float:
+        """Share of the network's parameters that lie in removable units."""
+        return self.parameters_in(self) / max(1, self.parameters)
+
+    @property
+    def frozen(self) -> dict[str, list[str]]:
+        """Why dimensions stay whole: reason → the parameter dimensions it holds for."""
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for (name, dim), (_, reason) in self.findings.frozen.items():
+            reasons[reason].append(f"{name}:{dim}")
+        return dict(reasons)
+
+    def verify(self, structures: Iterable[Structure] | None = None) -> "Structures":
+        """Prove removal exact for these structures (default: all listed)."""
+        from bmrs.structure.verify import prove
+
+        prove(self, list(self if structures is None else structures))
+        return self
+
+
+def _build(owner: Structures) -> list[Structure]:
+    findings = owner.findings
+    where: dict[int, dict[Place, list[int]]] = defaultdict(lambda: defaultdict(list))
+    beside: dict[int, set[int]] = defaultdict(set)  # variables in the same label
+    for place, labels in findings.places.items():
+        for index, label in enumerate(labels):
+            for variable in label:
+                where[variable][place].append(index)
+                if len(label) > 1:
+                    beside[variable].update(label)
+    consumed: dict[int, set[Place]] = defaultdict(set)
+    for place, variables in findings.consumed.items():
+        for variable in variables:
+            consumed[variable].add(place)
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for variable, places in where.items():
+        consumers = consumed[variable] & set(places)
+        producing = [place for place in places if place not in consumers or place in findings.producers]
+        if consumers and producing:
+            shape = frozenset((place, len(indices)) for place, indices in places.items())
+            alike[shape, frozenset(consumers)].append(variable)
+    order = {place: number for number, place in enumerate(findings.places)}
+    structures = []
+    for (shape, consumers), variables in alike.items():
+        if len(variables) < 2:
+            continue  # a single unit can never go
+        places = tuple(sorted((place for place, _ in shape), key=order.__getitem__))
+        first = next(place for place in places if place not in consumers or place in findings.producers)
+        variables.sort(key=lambda variable: where[variable][first][0])
+        kind = _kind(owner, variables[0], first, beside[variables[0]])
+        gates = tuple(sorted(consumers, key=order.__getitem__))
+        structures.append(Structure("", kind, places, gates, False, tuple(variables), owner))
+    structures.sort(key=lambda s: order[s.places[0]])
+    _hide_inner(structures, findings, beside)
+    _name(structures, findings)
+    return structures
+
+
+def _kind(owner: Structures, variable: int, first: Place, beside: set[int]) -> str:
+    findings = owner.findings
+    if variable in findings.heads:
+        # Grouped-query attention: a key-value group with all its query heads.
+        return "group" if any(other != variable and other in findings.heads for other in beside) else "head"
+    if any(variable in label for labels in findings.groups.values() for label in labels) and beside:
+        return "group"
+    return "filter" if len(owner.shapes[first[0]]) > 2 else "neuron"
+
+
+def _hide_inner(structures: list[Structure], findings: Findings, beside: dict[int, set[int]]) -> None:
+    """Of structures that cross in a head, list the one with most in it: heads or groups, not the width inside them."""
+    by_variable = {variable: structure for structure in structures for variable in structure.variables}
+    for structure in structures:
+        crossing = {by_variable[v] for v in beside[structure.variables[0]] if v in by_variable} - {structure}
+        heads = [s for s in (structure, *crossing) if s.variables[0] in findings.heads]
+        if heads and crossing:
+            listed = max(heads, key=lambda s: (len(s.places), s.owner.parameters_in([s])))
+            structure.hidden = structure is not listed
+
+
+def _name(structures: list[Structure], findings: Findings) -> None:
+    used: dict[str, int] = defaultdict(int)
+    for structure in structures:
+        module = findings.heads.get(structure.variables[0])
+        weights = [name for name, dim in structure.places if (name, dim) not in structure.consumers]
+        layers = list(dict.fromkeys(name.rpartition(".")[0] for name in weights if name.endswith("weight")))
+        layers = layers or list(dict.fromkeys(name.rpartition(".")[0] for name in weights))
+        if module is not None and structure.kind in ("head", "group"):
+            name = f"{module} {'heads' if structure.kind == 'head' else 'groups'}"
+        elif structure.hidden:
+            name = f"{layers[0] if layers else structure.places[0][0]} width inside heads"
+        else:
+            name = layers[0] if layers else structure.places[0][0]
+            if structure.kind == "group":
+                name += " groups"
+        used[name] += 1
+        structure.name = name if used[name] == 1 else f"{name} #{used[name]}"
+
+
+def alive(labels: list[Label], gone: set[int]) -> int:
+    return sum(gone.isdisjoint(label) for label in labels)
