@@ -1,18 +1,23 @@
 """The gates of a network: every θ in one flat posterior, one draw per forward pass.
 
 A :class:`NoiseBank` holds μ and log σ of all units in two vectors. Attached to a network it draws all gates at
-once when the network is called, per example or per batch, and multiplies the outputs of the gated modules. In
-evaluation the gates are E[θ], computed anew from the current parameters in every pass.
+once when the network is called, per example or per batch, and multiplies what the consumers of the gated structures
+read, or the outputs of named modules. In evaluation the gates are E[θ], computed anew from the current parameters in
+every pass.
 """
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from bmrs import _checks
+from bmrs.gates import ConsumerGate, InputGate, WeightGate, consumer_gates
 from bmrs.posterior import LOG_A, LOG_B, TruncatedLogNormal
+from bmrs.structure.remove import resize
+from bmrs.structure.structures import Structure
 
 Noise = Literal["example", "batch"]
 MODULE_NAME = "bmrs_noise"
@@ -21,10 +26,11 @@ MODULE_NAME = "bmrs_noise"
 class NoiseBank(nn.Module):
     """Every gate of a network.
 
+    >>> import bmrs
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-    >>> bank = NoiseBank.attach(model, {"1": 16})           # gate the 16 outputs of the ReLU
+    >>> bank = NoiseBank.attach(model, bmrs.structures(model, torch.randn(4, 8)))
     >>> loss = model(torch.randn(4, 8)).sum() + bank.kl()   # the network is called as before
-    >>> bank.detach()
+    >>> bank.fold()                                         # E[θ] into the weights, the gates gone
     """
 
     mu: nn.Parameter
@@ -51,6 +57,7 @@ class NoiseBank(nn.Module):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"sizes['{name}'] must be a whole number of units, at least 1; got {size!r}.")
         self.noise = noise
+        self.paused = False  # gates that stand aside: the network computes as if there were none
         self.log_a, self.log_b = log_a, log_b
         self.layers: dict[str, slice] = {}
         total = 0
@@ -63,41 +70,104 @@ class NoiseBank(nn.Module):
         self._theta: Tensor | None = None
         self._root: nn.Module | None = None
         self._hooks: list[Any] = []
+        self._gate_hooks: list[Any] = []
+        self._consumers: list[ConsumerGate] = []
+        self._numbers: dict[str, list[int]] = {}  # per structure the units it had when its gates were placed
 
     @classmethod
-    def attach(cls, model: nn.Module, outputs: Mapping[str, int], noise: Noise = "example", **options: Any) -> Self:
-        """Gate the outputs of the named modules, given their number of units along dimension 1.
+    def attach(
+        cls,
+        model: nn.Module,
+        gated: Iterable[Structure] | Mapping[str, int],
+        noise: Noise = "example",
+        **options: Any,
+    ) -> Self:
+        """Gate structures where their units are consumed, or the outputs of modules.
 
-        The bank becomes the submodule ``bmrs_noise`` of the model, so that it moves, saves and trains with it.
+        ``gated``: structures of this model, or names of modules with their number of units along dimension 1. The
+        bank becomes the submodule ``bmrs_noise`` of the model, so that it moves, saves and trains with it. Structures
+        are verified first; those whose units cannot be removed exactly get no gates, and a warning says so.
         """
         modules = dict(model.named_modules())
-        for name in outputs:
-            if name not in modules:
-                raise ValueError(f"outputs names the module '{name}', which the model does not have.")
         if MODULE_NAME in modules:
             raise ValueError(f"the model has gates already: call model.{MODULE_NAME}.detach() first.")
-        bank = cls(outputs, noise, **options)
+        structures: list[Structure] = []
+        if isinstance(gated, Mapping):
+            for name in gated:
+                if name not in modules:
+                    raise ValueError(f"gated names the module '{name}', which the model does not have.")
+            sizes = dict(gated)
+        else:
+            structures = _gateable(model, gated)
+            sizes = {structure.name: structure.units for structure in structures}
+        bank = cls(sizes, noise, **options)
         reference = next(model.parameters(), None)
         if reference is not None:
             bank.to(reference.device)
         bank.train(model.training)
         model.add_module(MODULE_NAME, bank)
-        bank._hooks.append(model.register_forward_pre_hook(bank._before_forward, with_kwargs=True))
-        bank._hooks.append(model.register_forward_hook(bank._after_forward, always_call=True))
-        for name in outputs:
-            bank._hooks.append(modules[name].register_forward_hook(Gate(bank, name).after))
         # Kept out of the module tree: the bank is the model's child, not its parent.
         object.__setattr__(bank, "_root", model)
+        bank._hooks.append(model.register_forward_pre_hook(bank._before_forward, with_kwargs=True))
+        bank._hooks.append(model.register_forward_hook(bank._after_forward, always_call=True))
+        if structures:
+            bank._numbers = {structure.name: structure.kept for structure in structures}
+            bank._place(structures)
+            structures[0].owner.followers.append(bank)
+        else:
+            for name in sizes:
+                bank._hooks.append(modules[name].register_forward_hook(Gate(bank, name).after))
         return bank
+
+    def _place(self, structures: list[Structure]) -> None:
+        """Put gates where the structures are consumed now."""
+        for hook in self._gate_hooks:
+            hook.remove()
+        assert self._root is not None
+        self._consumers = consumer_gates(self, self._root, structures, self.layers)
+        self._gate_hooks = [
+            gate.module.register_forward_pre_hook(gate.before) for gate in self._consumers if isinstance(gate, InputGate)
+        ]
 
     def detach(self) -> None:
         """Take all gates off; the network computes without θ from now on."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._gate_hooks):
             hook.remove()
-        self._hooks.clear()
+        self._hooks, self._gate_hooks, self._consumers = [], [], []
+        self.paused = True  # whoever still holds it as a follower
         if self._root is not None:
             delattr(self._root, MODULE_NAME)
             object.__setattr__(self, "_root", None)
+
+    def fold(self) -> None:
+        """Multiply E[θ] into the weights that consume the units and take the gates off: the network stays what it is in
+        evaluation."""
+        if not self._consumers:
+            raise ValueError("only gates on structures can be folded: attach the bank to bmrs.structures(model, ...).")
+        theta = self.mean()[None].detach()
+        for gate in self._consumers:
+            gate.fold(theta)
+        self.detach()
+
+    @torch.no_grad()
+    def shrink(self, structures: Iterable[Structure], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """After units were removed from the network: keep the gates of those that are left.
+
+        ``structures``: those the bank is attached to. Called by :func:`bmrs.remove`.
+        """
+        mine = [structure for structure in structures if structure.name in self.layers]
+        kept: list[int] = []
+        layers = {}
+        for structure in mine:
+            first = self.layers[structure.name].start
+            layers[structure.name] = slice(len(kept), len(kept) + structure.units)
+            before = self._numbers[structure.name]
+            at = {unit: place for place, unit in enumerate(before)}
+            kept += [first + at[unit] for unit in structure.kept]
+            self._numbers[structure.name] = structure.kept
+        resize(self, {name: {0: kept} for name in ("mu", "log_sigma", "alive")}, optimizers)
+        self.layers, self._theta = layers, None
+        self._place(mine)
 
     def forward(self, x: Any) -> Any:
         """The identity, so that containers which run their children, such as nn.Sequential, can hold a bank."""
@@ -130,15 +200,19 @@ class NoiseBank(nn.Module):
         """E[θ] of every unit, 0 for those removed."""
         return self.posterior().mean() * self.alive
 
-    def theta(self, name: str) -> Tensor:
-        """The current gates of one layer: [batch_size or 1, units]."""
+    def current(self) -> Tensor:
+        """The gates of this pass, all layers: [batch_size or 1, units]."""
         if self._theta is not None:
-            return self._theta[:, self.layers[name]]
+            return self._theta
         if self.training:
             raise RuntimeError(
                 "no gates have been drawn: call the model the NoiseBank is attached to, or draw(batch_size) first."
             )
-        return self.mean()[None, self.layers[name]]
+        return self.mean()[None]
+
+    def theta(self, name: str) -> Tensor:
+        """The current gates of one layer: [batch_size or 1, units]."""
+        return self.current()[:, self.layers[name]]
 
     @torch.no_grad()
     def remove(self, units: Tensor) -> None:
@@ -159,16 +233,28 @@ class NoiseBank(nn.Module):
         """Units per layer, the removed ones included."""
         return {name: layer.stop - layer.start for name, layer in self.layers.items()}
 
+    def closed(self, name: str) -> list[int]:
+        """The units of a layer whose gates are closed, by their present numbers."""
+        return (~self.alive[self.layers[name]]).nonzero().flatten().tolist()
+
     def units_left(self) -> dict[str, int]:
         return {name: int(self.alive[layer].sum()) for name, layer in self.layers.items()}
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.paused:
+            return
         if self.training:
             self.draw(_batch_size(args, kwargs))
         else:
             self._theta = self.mean()[None]
+        for gate in self._consumers:
+            if isinstance(gate, WeightGate):
+                gate.enter()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for gate in self._consumers:
+            if isinstance(gate, WeightGate):
+                gate.leave()
         # A training draw stays until the next one: activation checkpointing recomputes with it. An evaluation
         # mean goes, so that whoever calls a part of the network later does not meet a stale one.
         if not self.training:
@@ -210,7 +296,28 @@ class Gate:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """As a forward hook."""
-        return self(output)
+        return output if self.bank.paused else self(output)
+
+
+def _gateable(model: nn.Module, structures: Iterable[Structure]) -> list[Structure]:
+    chosen = []
+    for structure in structures:
+        if not isinstance(structure, Structure):
+            raise TypeError(f"gated must hold structures of the model; got {type(structure).__name__}.")
+        if structure.owner.model is not model:
+            raise ValueError(f"'{structure.name}' belongs to another model: list this one with bmrs.structures(model, ...).")
+        chosen.append(structure)
+    if chosen:
+        chosen[0].owner.verify(chosen)
+    for structure in list(chosen):
+        reason = "" if structure.foldable else "its weights are tied, and produce what they consume"
+        reason = reason or ("" if structure.status == "exact" else structure.status)
+        if reason:
+            chosen.remove(structure)
+            warnings.warn(f"'{structure.name}' gets no gates: {reason}.", stacklevel=3)
+    if not chosen:
+        raise ValueError("gated holds no structure that can have gates: see bmrs.structures(model, ...).table() for why.")
+    return chosen
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bmrs.structure import contractions, rules
 from bmrs.structure.capture import Captured, module_of
+from bmrs.structure.mend import form
 from bmrs.structure.rules import RULES, Facts, Step, Value, freeze_all, values_in
 
 assert contractions  # imported for the rules it registers
@@ -143,12 +144,12 @@ def _note_request(node: torch.fx.Node, args: Any, made: Any, facts: Facts) -> No
     """The sizes a module asks for by number, and what is labelled there."""
     operation = _name(node.target)
     if operation in ("view", "reshape", "_unsafe_view"):
-        kind, dims = ("open view" if -1 in args[1] else "view"), made.dims
+        kind, dims = form("view", args[1]), made.dims
     elif operation == "expand":
         kind, dims = "expand", made.dims
     elif operation == "unflatten":
         first = args[1] % len(args[0].shape)
-        kind, dims = ("open unflatten" if -1 in args[2] else "unflatten"), made.dims[first : first + len(args[2])]
+        kind, dims = form("unflatten", args[2]), made.dims[first : first + len(args[2])]
     elif operation in ("split", "split_with_sizes"):
         dim = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
         parts = [part.dims[dim] for part in made]

@@ -82,6 +82,12 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def first_line(problem: BaseException) -> str:
+    """An exception in a line."""
+    text = next(iter(str(problem).strip().splitlines()), "")
+    return f"{type(problem).__name__}: {text}" if text else type(problem).__name__
+
+
 def module_of(node: torch.fx.Node) -> str:
     """The path of the innermost module this node was computed in."""
     stack = node.meta.get("nn_module_stack")

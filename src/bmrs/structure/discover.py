@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from bmrs.structure.analyse import analyse
-from bmrs.structure.capture import ExampleInputs, canonical_names, capture, named_tensors
+from bmrs.structure.capture import ExampleInputs, canonical_names, capture, first_line, named_tensors
 from bmrs.structure.rules import ONE, Facts, Place, Value
 
 Label = frozenset[int]
@@ -38,11 +38,13 @@ class Findings:
     work: list[tuple[int, list[list[Label]]]]
     frozen: dict[Place, tuple[int, str]]  # size and reason
     unknown: dict[str, str]
+    notes: list[str] = field(default_factory=list)
 
 
 def explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
     """Capture the network in both modes and find what is tied to what in either."""
     facts = Facts()
+    notes: list[str] = []
     canonical = canonical_names(model)
     values = {}
     for name, tensor in named_tensors(model):
@@ -52,8 +54,16 @@ def explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
             values[name] = Value(shape, dims, True, tuple(frozenset({(name, d)}) for d in range(len(shape))))
     analyse(capture(model, example_inputs), values, facts)
     work = list(facts.work)
-    analyse(capture(model, example_inputs, training=True), values, facts)
-    return _findings(facts, values, work)
+    try:
+        training = capture(model, example_inputs, training=True)
+    except Exception as problem:
+        # Some networks train on other inputs only. What holds in evaluation is all there is to go by.
+        notes.append(f"seen in evaluation mode only, since it cannot be captured in training mode: {first_line(problem)}")
+    else:
+        analyse(training, values, facts)
+    findings = _findings(facts, values, work)
+    findings.notes = notes
+    return findings
 
 
 def _findings(facts: Facts, values: dict[str, Value], work: list[tuple[int, tuple[tuple[int, ...], ...]]]) -> Findings:

@@ -7,6 +7,7 @@ are corrected on the way (:class:`Reshaping`).
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -59,19 +60,16 @@ _KINDS = {
 }
 
 
+def form(kind: str, sizes: Sequence[int]) -> str:
+    """Requests that leave another number open are of another form."""
+    return f"{kind}, {list(sizes).index(-1)} open" if -1 in sizes else kind
+
+
 def _corrected(kind: str, sizes: list[int], total: int, corrections: tuple[Correction, ...]) -> list[int] | None:
     """The sizes whose product is the total; None if those asked for will do or nothing fits."""
-    kind = f"open {kind}" if -1 in sizes else kind
-    own = [c for c in corrections if c.kind == kind and c.count == len(sizes)]
+    own = [c for c in corrections if c.kind == form(kind, sizes) and c.count == len(sizes)]
     if -1 in sizes:
-        # Any number may seem to fit here, so only what this form of request always means is corrected.
-        changed = list(sizes)
-        for c in own:
-            if sizes[c.position] == c.old:
-                if not c.sure:
-                    raise RuntimeError(f"a size of {c.old} is asked for beside -1, and it is not clear what it means.")
-                changed[c.position] = c.new
-        return changed if changed != sizes else None
+        return _corrected_open(sizes, total, own)
     if prod(sizes) == total:
         return None
     choices: list[list[int]] = [[size] for size in sizes]
@@ -81,6 +79,23 @@ def _corrected(kind: str, sizes: list[int], total: int, corrections: tuple[Corre
             choices[c.position].append(sizes[c.position] * c.new // c.old)
     fitting = [list(choice) for choice in product(*choices) if prod(choice) == total]
     return max(fitting, key=lambda choice: sum(a == b for a, b in zip(choice, sizes, strict=True)), default=None)
+
+
+def _corrected_open(sizes: list[int], total: int, own: list[Correction]) -> list[int] | None:
+    """Beside a -1 several numbers may fit. What this form of request always means is corrected; else only one may fit."""
+    changed, sure = list(sizes), True
+    for c in own:
+        if sizes[c.position] == c.old:
+            changed[c.position] = c.new
+            sure &= c.sure
+    if changed == sizes:
+        return None
+    if not sure:
+        fits = [total % -prod(choice) == 0 for choice in (sizes, changed)]
+        if all(fits):
+            raise RuntimeError(f"it is not clear what {tuple(sizes)} means for the smaller network.")
+        return changed if fits[1] else None
+    return changed
 
 
 def _view(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -117,17 +132,20 @@ def _expand(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tupl
 def _split(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
     x, sizes, *rest = args
     dim = rest[0] if rest else kwargs.get("dim", 0)
-    asked = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
-    own = [c for c in corrections if c.kind == "split" and c.count == len(asked)]
-    if isinstance(sizes, list | tuple) and sum(asked) == x.shape[dim]:
+    several = isinstance(sizes, list | tuple)
+    asked = list(sizes) if several else [sizes]
+    if several and sum(asked) == x.shape[dim]:
         return args, kwargs
-    changed = list(asked)
-    for c in own:
-        if asked[c.position] == c.old:
-            changed[c.position] = c.new
-    if changed == asked or (isinstance(sizes, list | tuple) and sum(changed) != x.shape[dim]):
+    choices = [[size] for size in asked]
+    for c in corrections:
+        if c.kind == "split" and c.count == len(asked) and asked[c.position] == c.old:
+            # The size of equal parts is wrong whenever it is not the present one; others add up when they are right.
+            choices[c.position] = [*choices[c.position], c.new] if several else [c.new]
+    fitting = {c for c in product(*choices) if (sum(c) == x.shape[dim] if several else x.shape[dim] % c[0] == 0)}
+    if len(fitting) != 1:
         return args, kwargs
-    return (x, changed if isinstance(sizes, list | tuple) else changed[0], *rest), kwargs
+    (changed,) = fitting
+    return (x, list(changed) if several else changed[0], *rest), kwargs
 
 
 _MENDED = {"view": _view, "unflatten": _unflatten, "expand": _expand, "split": _split}

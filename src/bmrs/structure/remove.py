@@ -104,6 +104,16 @@ def apply(model: nn.Module, now: Removed, optimizers: Iterable[torch.optim.Optim
     for path, corrections in now.corrections.items():
         correct_sizes(model, path, tuple(corrections))
     model.__dict__[RECORD] = now
+    drop_caches(model)
+
+
+def drop_caches(model: nn.Module) -> None:
+    """Modules that keep tensors derived from their parameters in evaluation drop them when training begins."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    model.eval()
+    for module, training in before:
+        module.training = training
 
 
 def _all_names(model: nn.Module, keep: Keep) -> list[str]:

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from bmrs.structure.capture import ExampleInputs, named_tensors
@@ -14,6 +15,14 @@ from bmrs.structure.discover import Findings, Label, explore
 from bmrs.structure.mend import integers_of
 from bmrs.structure.remove import removed
 from bmrs.structure.rules import Place
+
+
+class Follower(Protocol):
+    """What shrinks along when units are removed, and can stand aside while the network is tried out."""
+
+    paused: bool
+
+    def shrink(self, structures: Iterable["Structure"], optimizers: Iterable[torch.optim.Optimizer]) -> None: ...
 
 
 @dataclass(eq=False)
@@ -87,13 +96,17 @@ class Structures(Sequence[Structure]):
     """All structures of a network. Shrinks with it."""
 
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs) -> None:
+        if "bmrs_noise" in model._modules:
+            raise ValueError("model has gates on it: take them off with model.bmrs_noise.fold() or .detach() first.")
         self.model, self.example_inputs = model, example_inputs
         self.findings: Findings = explore(model, example_inputs)
         self.base = removed(model)
         self.gone: set[int] = set()
         self.mends: set[Any] = set()
         self.status: dict[Structure, str] = {}
+        self.followers: list[Follower] = []
         self._integers: dict[str, dict[str, Any]] = {}
+        self._dims: dict[str, list[list[Label]]] = {}
         everything = _build(self)
         self._listed = [structure for structure in everything if not structure.hidden]
         self.hidden = [structure for structure in everything if structure.hidden]
@@ -118,6 +131,16 @@ class Structures(Sequence[Structure]):
         if path not in self._integers:
             self._integers[path] = integers_of(self.model.get_submodule(path))
         return self._integers[path]
+
+    def dims_of(self, path: str) -> list[list[Label]]:
+        """The labelled dimensions a module handles, those it asks for by number first."""
+        if path not in self._dims:
+            asked = [dim for request in self.findings.requests.get(path, {}).values() for dim in request.dims]
+            every = [*asked, *self.findings.sizes.get(path, [])]
+            # Where examples are merged into a dimension, its size is that of one round of its labels.
+            every += [list(dict.fromkeys(dim)) for dim in every]
+            self._dims[path] = list({tuple(dim): dim for dim in every}.values())
+        return self._dims[path]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

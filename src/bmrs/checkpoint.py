@@ -1,0 +1,183 @@
+"""A network on disk: one safetensors file with its tensors and what was removed, and no pickled class.
+
+The file loads on a freshly built original: its metadata says which units were kept, the original is shrunk to fit, and
+the tensors are filled in. Everything is checked before anything changes.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from bmrs.structure.capture import canonical_names, named_tensors
+from bmrs.structure.remove import Removed, apply, removed
+
+_KEY = "bmrs"
+_VERSION = 1
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the network's tensors and the record of what was removed to one safetensors file.
+
+    A file that is already there is replaced only when the new one is complete.
+    """
+    model = unwrapped(model)
+    names = canonical_names(model)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in _kept_tensors(model).items()}
+    aliases = {name: first for name, first in names.items() if name != first}
+    content = {"version": _VERSION, "class": _class_name(model), "aliases": aliases, "removed": _packed(removed(model))}
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.part")
+    try:
+        save_file(tensors, partial, metadata={_KEY: json.dumps(content), "format": "pt"})
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Shrink a freshly built original network in place to what the file holds, fill it in, and return it.
+
+    Anything that does not fit is refused with the network left as it was.
+    """
+    model = unwrapped(model)
+    tensors, content = _read(Path(path))
+    record = _checked_record(model, content, path)
+    present = _kept_tensors(model)
+    missing, foreign = sorted(present.keys() - tensors.keys()), sorted(tensors.keys() - present.keys())
+    if missing or foreign:
+        found = f"it lacks {_some(missing)}" if missing else f"it has {_some(foreign)}, which the model does not"
+        raise ValueError(f"{path} was saved from another model ({content['class']}): {found}. Build the one it came from.")
+    for name, tensor in tensors.items():
+        expected = _shape_after(name, present[name], removed(model), record)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{path} holds '{name}' with shape {tuple(tensor.shape)}, but this model's would have {expected}: build the "
+                f"original model with the settings it was built with when the file was saved."
+            )
+    apply(model, record)
+    with torch.no_grad():
+        for name, tensor in _kept_tensors(model).items():
+            tensor.copy_(tensors[name])
+    return model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network inside DistributedDataParallel, DataParallel or torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _class_name(model: nn.Module) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def _kept_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a state dict has, each tensor once, plus nothing: buffers that are not persistent are made by the model."""
+    first = canonical_names(model)
+    saved = set(model.state_dict(keep_vars=True))
+    return {name: tensor for name, tensor in named_tensors(model) if first[name] == name and _saved(name, first, saved)}
+
+
+def _saved(name: str, first: dict[str, str], saved: set[str]) -> bool:
+    return name in saved or any(other in saved for other, origin in first.items() if origin == name)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}: give the path that bmrs.save wrote.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            content = (file.metadata() or {}).get(_KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as problem:
+        raise ValueError(f"{path} is damaged or no safetensors file ({problem}): save it again.") from problem
+    if content is None:
+        raise ValueError(f"{path} was not written by bmrs.save: load it with safetensors or the library that wrote it.")
+    try:
+        known = json.loads(content)
+        version = known["version"]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise ValueError(f"{path} has a damaged description of what was removed: save it again.") from problem
+    if version != _VERSION:
+        raise ValueError(f"{path} has format {version}, this version of bmrs reads {_VERSION}: update bmrs.")
+    return tensors, known
+
+
+def _checked_record(model: nn.Module, content: dict[str, Any], path: Any) -> Removed:
+    """The record, if the model is the original it speaks of (or has been shrunk the same way already)."""
+    try:
+        record = _unpacked(content["removed"])
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise ValueError(f"{path} has a damaged description of what was removed: save it again.") from problem
+    own = removed(model)
+    if own.kept and own != record:
+        raise ValueError("model has already been reduced, in another way: build the original again and load into that.")
+    tensors = dict(named_tensors(model))
+    for name, shape in record.shapes.items():
+        if name not in tensors:
+            raise ValueError(f"{path} speaks of '{name}', which the model does not have: build the model it was saved from.")
+        original = own.shapes.get(name, list(tensors[name].shape))
+        if list(original) != shape:
+            raise ValueError(
+                f"{path} was saved from a model whose '{name}' had shape {tuple(shape)} at first; this one has "
+                f"{tuple(original)}: build the model with the same settings."
+            )
+    modules = dict(model.named_modules())
+    for place in (*record.groups, *record.integers, *record.corrections):
+        if place not in modules:
+            raise ValueError(f"{path} speaks of module '{place}', which the model does not have.")
+    return record
+
+
+def _shape_after(name: str, tensor: Tensor, before: Removed, record: Removed) -> tuple[int, ...]:
+    shape = list(record.shapes.get(name, before.shapes.get(name, list(tensor.shape))))
+    for dim, kept in record.kept.get(name, {}).items():
+        shape[dim] = len(kept)
+    return tuple(shape)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# --- kept indices as ranges: short to store, and still readable -------------------------------------------------------
+
+
+def _packed(record: Removed) -> dict[str, Any]:
+    content = record.to_json()
+    content["kept"] = {name: {dim: _ranges(kept) for dim, kept in dims.items()} for name, dims in record.kept.items()}
+    return content
+
+
+def _unpacked(content: dict[str, Any]) -> Removed:
+    kept = {name: {dim: _indices(text) for dim, text in dims.items()} for name, dims in content["kept"].items()}
+    return Removed.from_json({**content, "kept": kept})
+
+
+def _ranges(kept: list[int]) -> str:
+    parts: list[list[int]] = []
+    for index in kept:
+        if parts and index == parts[-1][1] + 1:
+            parts[-1][1] = index
+        else:
+            parts.append([index, index])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def _indices(text: str) -> list[int]:
+    indices: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        indices.extend(range(int(first), int(last or first) + 1))
+    return indices

@@ -1,0 +1,156 @@
+"""Where gates of a network's structures sit: at the inputs of whatever consumes their units.
+
+A unit's share of the network's output passes through its consumers, so a gate of zero there removes the unit whatever
+lies between, and a gate's mean can be multiplied into the consumer's weights in the end.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from bmrs.structure.capture import canonical_names, named_tensors
+from bmrs.structure.multihead import MultiheadForward
+from bmrs.structure.structures import Structure
+
+if TYPE_CHECKING:
+    from bmrs.noise import NoiseBank
+
+
+class ConsumerGate:
+    """Multiplies what one weight consumes by the gates of its columns.
+
+    ``columns`` has a row per structure: the bank's number of the unit each column belongs to, or -1 for none.
+    """
+
+    def __init__(self, bank: "NoiseBank", module: nn.Module, name: str, dim: int, columns: Tensor) -> None:
+        self.bank, self.module, self.name, self.dim, self.columns = bank, module, name, dim, columns
+
+    def factors(self, theta: Tensor) -> Tensor:
+        """θ of every column, [rows, columns]; a column of several structures has the product of their gates."""
+        padded = torch.cat([theta, torch.ones_like(theta[:, :1])], dim=1)  # -1 finds the one at the end
+        result = padded[:, self.columns[0].to(theta.device)]
+        for units in self.columns[1:]:
+            result = result * padded[:, units.to(theta.device)]
+        return result
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.module._parameters[self.name]  # type: ignore[assignment]
+        return weight
+
+    @torch.no_grad()
+    def fold(self, theta: Tensor) -> None:
+        """Multiply gates, [1, units], into the weight for good."""
+        shape = [-1 if d == self.dim else 1 for d in range(self.weight.dim())]
+        self.weight.mul_(self.factors(theta)[0].to(self.weight).reshape(shape))
+
+
+class InputGate(ConsumerGate):
+    """On a layer that is called with what it consumes: gates per example are possible."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """As a forward pre-hook."""
+        if self.bank.paused:
+            return args
+        x = args[0]
+        theta = self.factors(self.bank.current())
+        at = _channel_dim(module, x)
+        if isinstance(module, nn.modules.conv._ConvNd) and not module.transposed:
+            theta = theta.repeat(1, module.groups)  # a column stands for the same place in every group
+        if len(theta) > 1 and len(theta) != x.shape[0]:
+            theta = self._per_row(theta, x.shape[0])
+        shape = [1] * x.dim()
+        shape[0], shape[at] = len(theta), theta.shape[1]  # an input without a batch has one row of gates
+        return (x * theta.reshape(shape).to(x.dtype), *args[1:])
+
+    @staticmethod
+    def _per_row(theta: Tensor, rows: int) -> Tensor:
+        """Windows or patches of one example lie one after the other, and share its gates; what belongs to no example,
+        such as a table of positions, has one set of gates for the batch."""
+        return theta[:1] if rows % len(theta) else theta.repeat_interleave(rows // len(theta), dim=0)
+
+
+class WeightGate(ConsumerGate):
+    """On a weight that a module's own code uses: one set of gates for the whole batch, multiplied into the weight.
+
+    During a forward pass the module sees the product in place of its parameter.
+    """
+
+    def enter(self) -> None:
+        if self.name in self.module.__dict__:
+            return
+        shape = [-1 if d == self.dim else 1 for d in range(self.weight.dim())]
+        factors = self.factors(self.bank.current()[:1])[0].to(self.weight.dtype).reshape(shape)
+        # The module's __dict__ is looked at before its parameters.
+        self.module.__dict__[self.name] = self.weight * factors
+
+    def leave(self) -> None:
+        self.module.__dict__.pop(self.name, None)
+
+
+def _channel_dim(module: nn.Module, x: Tensor) -> int:
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return x.dim() - 1 - len(module.kernel_size)
+    return x.dim() - 1
+
+
+def _takes_input(module: nn.Module, leaf: str, dim: int) -> bool:
+    """Whether the layer's first argument is what this dimension of its weight consumes."""
+    if leaf != "weight":
+        return False
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return dim == (0 if module.transposed else 1)
+    if isinstance(module, nn.Linear):
+        return dim == 1
+    return type(module).__name__ == "Conv1D" and dim == 0 and hasattr(module, "nf")
+
+
+def consumer_gates(
+    bank: "NoiseBank", model: nn.Module, structures: Iterable[Structure], layers: Mapping[str, slice]
+) -> list[ConsumerGate]:
+    """One gate per weight that consumes units of these structures."""
+    structures = list(structures)
+    tensors = dict(named_tensors(model))
+    names: dict[str, list[str]] = {}
+    for name, first in canonical_names(model).items():
+        names.setdefault(first, []).append(name)
+    gates: list[ConsumerGate] = []
+    for place in dict.fromkeys(place for structure in structures for place in structure.consumers):
+        first, dim = place
+        rows = []
+        for structure in structures:
+            if place in structure.consumers:
+                rows.append(_units_of_columns(structure, place, tensors[first].shape[dim], layers[structure.name].start))
+        columns = torch.tensor(rows)
+        for name in names[first]:  # a tied weight is consumed under each of its names
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            if isinstance(module, nn.Embedding):
+                continue
+            kind = InputGate if _takes_input(module, leaf, dim) and _is_called(model, path) else WeightGate
+            gates.append(kind(bank, module, leaf, dim, columns))
+    return gates
+
+
+def _is_called(model: nn.Module, path: str) -> bool:
+    """nn.MultiheadAttention reads its projection's weight without calling it, unless its forward is ours."""
+    above, _, own = path.rpartition(".")
+    around = model.get_submodule(above)
+    if isinstance(around, nn.MultiheadAttention) and own == "out_proj":
+        return isinstance(around.__dict__.get("forward"), MultiheadForward)
+    return True
+
+
+def _units_of_columns(structure: Structure, place: tuple[str, int], size: int, first: int) -> list[int]:
+    """The number of the unit each present column belongs to."""
+    labels = structure.owner.findings.places[place]
+    number = {v: first + unit for unit, v in enumerate(v for v in structure.variables if v not in structure.owner.gone)}
+    columns = []
+    for label in labels:
+        if structure.owner.gone.isdisjoint(label):
+            columns.append(next((number[v] for v in label if v in number), -1))
+    assert len(columns) == size, f"{place} has {size} indices, {len(columns)} are known"
+    return columns
+
