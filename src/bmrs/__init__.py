@@ -1,7 +1,9 @@
 """Smaller, faster neural networks without tuning a threshold: Bayesian model reduction for structured pruning."""
 
 from bmrs import cost, criteria, evidence, price
+from bmrs.checkpoint import load, save
 from bmrs.criteria import BMRS_N, BMRS_U, L2, SNR, Criterion, Gradient, Mean, Units
+from bmrs.export import export_onnx, export_program
 from bmrs.noise import Gate, NoiseBank
 from bmrs.posterior import TruncatedLogNormal
 from bmrs.pruner import prune
@@ -27,8 +29,12 @@ __all__ = [
     "cost",
     "criteria",
     "evidence",
+    "export_onnx",
+    "export_program",
+    "load",
     "price",
     "prune",
     "remove",
+    "save",
     "structures",
 ]

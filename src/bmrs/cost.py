@@ -1,13 +1,11 @@
 """What a network costs: parameters and multiply-adds."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-ExampleInputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+from bmrs.structure.capture import ExampleInputs, arguments, mode
+
 
 
 def parameters(model: nn.Module) -> int:
@@ -21,14 +19,7 @@ def multiply_adds(model: nn.Module, example_inputs: ExampleInputs) -> int:
 
     ``example_inputs``: a tensor, a tuple (positional) or a mapping (keyword).
     """
-    training = model.training
-    model.eval()
-    try:
-        with FlopCounterMode(display=False) as counter:
-            if isinstance(example_inputs, Mapping):
-                model(**example_inputs)
-            else:
-                model(*(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)))
-    finally:
-        model.train(training)
+    args, kwargs = arguments(example_inputs)
+    with mode(model, training=False), FlopCounterMode(display=False) as counter:
+        model(*args, **kwargs)
     return int(counter.get_total_flops()) // 2

@@ -72,6 +72,22 @@ class InputGate(ConsumerGate):
         return theta[:1] if rows % len(theta) else theta.repeat_interleave(rows // len(theta), dim=0)
 
 
+class OutputGate(ConsumerGate):
+    """On the last layer of a residual branch, whose output it multiplies; it folds into the rows of that layer."""
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """As a forward hook. A narrow layer's own hook, which puts its output back at its indices, runs after this."""
+        if self.bank.paused:
+            return output
+        theta = self.factors(self.bank.current())
+        at = 1 if isinstance(module, nn.modules.conv._ConvNd | nn.modules.batchnorm._BatchNorm) else output.dim() - 1
+        if len(theta) > 1 and len(theta) != output.shape[0]:
+            theta = InputGate._per_row(theta, output.shape[0])
+        shape = [1] * output.dim()
+        shape[0], shape[at] = len(theta), theta.shape[1]
+        return output * theta.reshape(shape).to(output.dtype)
+
+
 class WeightGate(ConsumerGate):
     """On a weight that a module's own code uses: one set of gates for the whole batch, multiplied into the weight.
 
@@ -124,12 +140,16 @@ def consumer_gates(
             if place in structure.consumers:
                 rows.append(_units_of_columns(structure, place, tensors[first].shape[dim], layers[structure.name].start))
         columns = torch.tensor(rows)
+        branch = next((s.branch for s in structures if place in s.consumers and s.branch is not None), None)
         for name in names[first]:  # a tied weight is consumed under each of its names
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             if isinstance(module, nn.Embedding):
                 continue
-            kind = InputGate if _takes_input(module, leaf, dim) and _is_called(model, path) else WeightGate
+            if branch is not None:
+                kind: type[ConsumerGate] = OutputGate
+            else:
+                kind = InputGate if _takes_input(module, leaf, dim) and _is_called(model, path) else WeightGate
             gates.append(kind(bank, module, leaf, dim, columns))
     return gates
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bmrs import _checks
-from bmrs.gates import ConsumerGate, InputGate, WeightGate, consumer_gates
+from bmrs.gates import ConsumerGate, InputGate, OutputGate, WeightGate, consumer_gates
 from bmrs.posterior import LOG_A, LOG_B, TruncatedLogNormal
 from bmrs.structure.remove import resize
 from bmrs.structure.structures import Structure
@@ -125,9 +125,15 @@ class NoiseBank(nn.Module):
             hook.remove()
         assert self._root is not None
         self._consumers = consumer_gates(self, self._root, structures, self.layers)
-        self._gate_hooks = [
-            gate.module.register_forward_pre_hook(gate.before) for gate in self._consumers if isinstance(gate, InputGate)
-        ]
+        self._gate_hooks = []
+        rows: dict[nn.Module, OutputGate] = {}
+        for gate in self._consumers:
+            if isinstance(gate, InputGate):
+                self._gate_hooks.append(gate.module.register_forward_pre_hook(gate.before))
+            elif isinstance(gate, OutputGate):
+                rows.setdefault(gate.module, gate)  # weight and bias fold alike, the output is multiplied once
+        for module, output in rows.items():
+            self._gate_hooks.append(module.register_forward_hook(output.after, prepend=True))
 
     def detach(self) -> None:
         """Take all gates off; the network computes without θ from now on."""

@@ -16,6 +16,8 @@ assert contractions  # imported for the rules it registers
 
 # Operations that only check something.
 _SILENT = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "sym_size"}
+# All indices of what they make are alike, so each could go by itself.
+_UNIFORM = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
 # They run a graph of their own with another setting: what they do is in there.
 _WRAPPERS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
@@ -84,6 +86,9 @@ def _apply(node: torch.fx.Node, args: Any, kwargs: Any, facts: Facts) -> Any:
     step = Step(facts, operation, module_of(node), [_concrete(tensor) for tensor in tensors])
     single = isinstance(made, Tensor)
     inputs = values_in((args, kwargs))
+    if operation in _UNIFORM:
+        dims = [facts.labels.fresh(size) if size > 1 else rules.ONE for size in step.shape]
+        return Value(step.shape, tuple(dims))
     if not inputs:
         return _fixed(made, "made in the forward pass")
     consumers = len(facts.consumers)
@@ -159,6 +164,3 @@ def _note_request(node: torch.fx.Node, args: Any, made: Any, facts: Facts) -> No
     requests = facts.requests.setdefault(module_of(node), {})
     for position, dim in enumerate(dims):
         requests.setdefault((kind, len(dims), position), []).append(dim)
-
-
-__all__ = ["analyse", "rules"]

@@ -1,6 +1,7 @@
 """A network as one flat graph of ATen operations, with shapes, parameter names and the module each came from."""
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,11 +54,25 @@ def no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What torch.export logs on a failure is said again, shorter, by the exception."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def capture(model: nn.Module, example_inputs: ExampleInputs, *, training: bool = False) -> Captured:
     """The graph of one forward pass on these inputs."""
     args, kwargs = arguments(example_inputs)
-    with mode(model, training), no_fast_path(), torch.enable_grad(), torch.random.fork_rng(enabled=True):
-        program = torch.export.export(model, args, kwargs, strict=False)
+    with mode(model, training), no_fast_path(), quiet(), torch.enable_grad(), torch.random.fork_rng(enabled=True):
+        try:
+            program = torch.export.export(model, args, kwargs, strict=False)
+        except Exception as problem:
+            raise _explained(model, args, kwargs, problem) from problem
     canonical = canonical_names(model)
     tensors = {}
     for spec in program.graph_signature.input_specs:
@@ -65,6 +80,28 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, *, training: bool =
             assert isinstance(spec.target, str)
             tensors[spec.arg.name] = canonical[spec.target]
     return Captured(program.graph, program.graph_module, tensors)
+
+
+class CannotCapture(RuntimeError):
+    """The model runs, but its forward pass cannot be written down as one graph."""
+
+
+def _explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Exception) -> Exception:
+    """Whether the inputs are wrong or the model cannot be captured, and what to do."""
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as failed:
+        return ValueError(
+            f"example_inputs do not fit the model, which fails on them ({first_line(failed)}): give a tensor, a tuple of "
+            f"positional arguments or a dict of keyword arguments the model takes, on its device."
+        )
+    where = re.search(r"([\w./-]+\.py:\d+ in \w+(?:, code: [^\n]*)?)", str(problem))
+    at = f" at {where.group(1).strip()}" if where else ""
+    return CannotCapture(
+        f"the model cannot be captured by torch.export{at} ({first_line(problem)}): replace what depends on the numbers in "
+        f"a tensor (an if, .item(), .tolist(), a Python loop over values), or pass the part of the model without it."
+    )
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

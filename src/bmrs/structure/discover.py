@@ -1,14 +1,12 @@
 """From labels to structures: what can be removed, where it sits, what it costs, and what it is called."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any
 
 from torch import nn
 
 from bmrs.structure.analyse import analyse
+from bmrs.structure.branches import Branch, find_branches
 from bmrs.structure.capture import ExampleInputs, canonical_names, capture, first_line, named_tensors
 from bmrs.structure.rules import ONE, Facts, Place, Value
 
@@ -39,6 +37,8 @@ class Findings:
     frozen: dict[Place, tuple[int, str]]  # size and reason
     unknown: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    branches: dict[Branch, tuple[int, ...]] = field(default_factory=dict)  # variables of their rows
+    streams: dict[str, list[Label]] = field(default_factory=dict)  # per branch the labels of what it is added to
 
 
 def explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
@@ -52,7 +52,8 @@ def explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
             shape = tuple(tensor.shape)
             dims = tuple(facts.labels.fresh(size) if size > 1 else ONE for size in shape)
             values[name] = Value(shape, dims, True, tuple(frozenset({(name, d)}) for d in range(len(shape))))
-    analyse(capture(model, example_inputs), values, facts)
+    evaluation = capture(model, example_inputs)
+    analyse(evaluation, values, facts)
     work = list(facts.work)
     try:
         training = capture(model, example_inputs, training=True)
@@ -63,7 +64,25 @@ def explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
         analyse(training, values, facts)
     findings = _findings(facts, values, work)
     findings.notes = notes
+    _add_branches(findings, facts, values, find_branches(model, evaluation))
     return findings
+
+
+def _add_branches(findings: Findings, facts: Facts, values: dict[str, Value], branches: list[Branch]) -> None:
+    """Rows of a branch's last layer get a variable of their own beside those of the stream they are added to."""
+    for branch in branches:
+        if any(name not in values for name, _ in branch.rows):
+            continue  # a tied layer
+        name, dim = branch.rows[0]
+        size = values[name].shape[dim]
+        variables = facts.labels.fresh(size)
+        findings.branches[branch] = variables
+        findings.streams[branch.path] = findings.places.get((name, dim), [frozenset()] * size)
+        for place in branch.rows:
+            stream = findings.places.get(place, [frozenset()] * size)
+            findings.places[place] = [label | {own} for label, own in zip(stream, variables, strict=True)]
+        for place in branch.scale:
+            findings.consumed.setdefault(place, set()).update(variables)
 
 
 def _findings(facts: Facts, values: dict[str, Value], work: list[tuple[int, tuple[tuple[int, ...], ...]]]) -> Findings:

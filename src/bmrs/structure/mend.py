@@ -72,13 +72,17 @@ def _corrected(kind: str, sizes: list[int], total: int, corrections: tuple[Corre
         return _corrected_open(sizes, total, own)
     if prod(sizes) == total:
         return None
-    choices: list[list[int]] = [[size] for size in sizes]
+    # Each size as it is, or corrected at a cost: dearly where it is a multiple of the one known, which happens where
+    # examples are merged into it.
+    choices: list[dict[int, int]] = [{size: 0} for size in sizes]
     for c in own:
-        # A size may be several times the one known, where examples are merged into it.
-        if sizes[c.position] * c.new % c.old == 0:
-            choices[c.position].append(sizes[c.position] * c.new // c.old)
-    fitting = [list(choice) for choice in product(*choices) if prod(choice) == total]
-    return max(fitting, key=lambda choice: sum(a == b for a, b in zip(choice, sizes, strict=True)), default=None)
+        size = sizes[c.position]
+        if size * c.new % c.old == 0:
+            choices[c.position].setdefault(size * c.new // c.old, 1 if size == c.old else len(sizes))
+    fitting = [choice for choice in product(*choices) if prod(choice) == total]
+    cost = [sum(costs[size] for size, costs in zip(choice, choices, strict=True)) for choice in fitting]
+    best = [choice for choice, its in zip(fitting, cost, strict=True) if its == min(cost)]
+    return list(best[0]) if len(best) == 1 else None
 
 
 def _corrected_open(sizes: list[int], total: int, own: list[Correction]) -> list[int] | None:

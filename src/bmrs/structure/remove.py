@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bmrs.structure.branches import widen
 from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.mend import Correction, correct_sizes, set_integer, sync_builtin
 
@@ -24,6 +25,7 @@ class Removed:
     groups: dict[str, int] = field(default_factory=dict)  # module → groups left
     integers: dict[str, dict[str, Any]] = field(default_factory=dict)  # module → attribute → value
     corrections: dict[str, list[Correction]] = field(default_factory=dict)  # module → sizes its code asks for
+    widened: dict[str, tuple[int, int, list[int]]] = field(default_factory=dict)  # branch → dimension, size, indices
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -38,6 +40,7 @@ class Removed:
             dict(content["groups"]),
             {path: dict(values) for path, values in content["integers"].items()},
             corrections,
+            {path: (dim, size, list(indices)) for path, (dim, size, indices) in content["widened"].items()},
         )
 
 
@@ -103,6 +106,8 @@ def apply(model: nn.Module, now: Removed, optimizers: Iterable[torch.optim.Optim
             set_integer(model.get_submodule(path), attribute, value)
     for path, corrections in now.corrections.items():
         correct_sizes(model, path, tuple(corrections))
+    for path, (dim, size, indices) in now.widened.items():
+        widen(model.get_submodule(path), dim, size, indices)
     model.__dict__[RECORD] = now
     drop_caches(model)
 

@@ -181,7 +181,7 @@ def prelu(step: Step, x: Value, weight: Value) -> Value:
     return step.make(dims, (x, weight))
 
 
-@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+@rule("new_empty", "new_tensor")
 def made_anew(step: Step, x: Value, *_: Any, **__: Any) -> Value:
     """Takes only type and device from x."""
     return Value(step.shape, ("made in the forward pass",) * len(step.shape))

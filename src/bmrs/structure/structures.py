@@ -10,11 +10,20 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from bmrs.structure.branches import Branch
 from bmrs.structure.capture import ExampleInputs, named_tensors
 from bmrs.structure.discover import Findings, Label, explore
 from bmrs.structure.mend import integers_of
 from bmrs.structure.remove import removed
 from bmrs.structure.rules import Place
+
+
+# Reasons that hold in every network and need no line.
+_OBVIOUS = ("", "it comes from the model's input", "it is the model's output", "convolved over", "looked up by number")
+
+
+def _and_more(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class Follower(Protocol):
@@ -36,6 +45,7 @@ class Structure:
     hidden: bool
     variables: tuple[int, ...] = field(repr=False)
     owner: "Structures" = field(repr=False)
+    branch: Branch | None = None  # of structures that are rows of a residual branch's last layer
 
     @property
     def kept(self) -> list[int]:
@@ -59,7 +69,7 @@ class Structure:
     @property
     def foldable(self) -> bool:
         """Whether a gate can be multiplied into the weights: not where they produce and consume at once, as when tied."""
-        return not set(self.consumers) & self.owner.findings.producers
+        return self.branch is not None or not set(self.consumers) & self.owner.findings.producers
 
     def indices(self, place: Place) -> list[list[int]]:
         """Per unit still there, its original indices along a parameter dimension."""
@@ -107,9 +117,10 @@ class Structures(Sequence[Structure]):
         self.followers: list[Follower] = []
         self._integers: dict[str, dict[str, Any]] = {}
         self._dims: dict[str, list[list[Label]]] = {}
-        everything = _build(self)
-        self._listed = [structure for structure in everything if not structure.hidden]
-        self.hidden = [structure for structure in everything if structure.hidden]
+        self.everything = _build(self)
+        self._listed = [s for s in self.everything if not s.hidden and s.branch is None]
+        self.hidden = [s for s in self.everything if s.hidden]
+        self.branches = [s for s in self.everything if s.branch is not None]
 
     def __len__(self) -> int:
         return len(self._listed)
@@ -118,9 +129,9 @@ class Structures(Sequence[Structure]):
         return iter(self._listed)
 
     def __getitem__(self, key: Any) -> Any:
-        """By number, or by name (hidden ones too)."""
+        """By number, or by name (those not listed too)."""
         if isinstance(key, str):
-            for structure in (*self._listed, *self.hidden):
+            for structure in self.everything:
                 if structure.name == key:
                     return structure
             raise KeyError(f"no structure is called '{key}': see .table() for their names.")
@@ -189,16 +200,66 @@ class Structures(Sequence[Structure]):
             reasons[reason].append(f"{name}:{dim}")
         return dict(reasons)
 
+    def table(self, *, places: bool = False) -> str:
+        """For people: a line per structure, what stays whole and why. ``places``: every dimension a unit occupies too."""
+        head = f"{type(self.model).__name__}: {len(self)} structures, {self.share:.1%} of {self.parameters:,} parameters in them"
+        lines = [head if len(self) else f"{type(self.model).__name__}: nothing can be removed."]
+        if len(self):
+            rows = [("structure", "kind", "units", "parameters", "multiply-adds", "removal")]
+            rows += [
+                (s.name, s.kind, str(s.units), f"{s.params_per_unit:,.0f}", f"{s.macs_per_unit:,.0f}", s.status) for s in self
+            ]
+            widths = [max(len(row[column]) for row in rows) for column in range(5)]
+            lines.append("")
+            for row, structure in zip(rows, [None, *self], strict=True):
+                cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1]), *(row[c].rjust(widths[c]) for c in (2, 3, 4))]
+                lines.append("  ".join([*cells, row[5]]).rstrip())
+                if places and structure is not None:
+                    lines += [f"    {name} dimension {dim}" for name, dim in structure.places]
+            lines += ["", "Parameters and multiply-adds are those of one unit."]
+        lines += self._what_stays()
+        return "\n".join(lines)
+
+    def _what_stays(self) -> list[str]:
+        lines = []
+        unlisted = [structure.name for structure in (*self.hidden, *self.branches)]
+        if unlisted:
+            lines.append(f"Also removable by name: {_and_more(unlisted)}.")
+        alike: dict[str, list[str]] = defaultdict(list)
+        for reason, names in self.frozen.items():
+            what = reason.partition(" in ")[0]
+            if what not in _OBVIOUS:
+                alike[what] += names
+        if alike:
+            lines += ["", "What stays whole, and why:"]
+            lines += [f"  {what}: {_and_more(names)}" for what, names in alike.items()]
+        return [*lines, *(f"Note: {note}." for note in self.findings.notes)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": type(self.model).__name__,
+            "parameters": self.parameters,
+            "share": self.share,
+            "structures": [structure.to_json() for structure in self],
+            "by_name": [structure.to_json() for structure in self.hidden],
+            "frozen": self.frozen,
+            "operations_without_a_rule": self.findings.unknown,
+            "notes": self.findings.notes,
+        }
+
     def verify(self, structures: Iterable[Structure] | None = None) -> "Structures":
         """Prove removal exact for these structures (default: all listed)."""
         from bmrs.structure.verify import prove
 
+        if any(tensor.is_meta for _, tensor in named_tensors(self.model)):
+            raise ValueError("model is on the meta device and has no numbers to test with: put it on a real one first.")
         prove(self, list(self if structures is None else structures))
         return self
 
 
 def _build(owner: Structures) -> list[Structure]:
     findings = owner.findings
+    rows = {variable for variables in findings.branches.values() for variable in variables}
     where: dict[int, dict[Place, list[int]]] = defaultdict(lambda: defaultdict(list))
     beside: dict[int, set[int]] = defaultdict(set)  # variables in the same label
     for place, labels in findings.places.items():
@@ -206,7 +267,7 @@ def _build(owner: Structures) -> list[Structure]:
             for variable in label:
                 where[variable][place].append(index)
                 if len(label) > 1:
-                    beside[variable].update(label)
+                    beside[variable].update(label - rows)
     consumed: dict[int, set[Place]] = defaultdict(set)
     for place, variables in findings.consumed.items():
         for variable in variables:
@@ -219,9 +280,13 @@ def _build(owner: Structures) -> list[Structure]:
             shape = frozenset((place, len(indices)) for place, indices in places.items())
             alike[shape, frozenset(consumers)].append(variable)
     order = {place: number for number, place in enumerate(findings.places)}
-    structures = []
+    structures = [
+        Structure("", _rows_kind(owner, branch), branch.rows, branch.scale, False, variables, owner, branch)
+        for branch, variables in findings.branches.items()
+        if len(variables) > 1
+    ]
     for (shape, consumers), variables in alike.items():
-        if len(variables) < 2:
+        if len(variables) < 2 or variables[0] in rows:
             continue  # a single unit can never go
         places = tuple(sorted((place for place, _ in shape), key=order.__getitem__))
         first = next(place for place in places if place not in consumers or place in findings.producers)
@@ -233,6 +298,10 @@ def _build(owner: Structures) -> list[Structure]:
     _hide_inner(structures, findings, beside)
     _name(structures, findings)
     return structures
+
+
+def _rows_kind(owner: Structures, branch: Branch) -> str:
+    return "filter" if len(owner.shapes[branch.rows[0][0]]) > 2 else "neuron"
 
 
 def _kind(owner: Structures, variable: int, first: Place, beside: set[int]) -> str:
@@ -263,7 +332,11 @@ def _name(structures: list[Structure], findings: Findings) -> None:
         weights = [name for name, dim in structure.places if (name, dim) not in structure.consumers]
         layers = list(dict.fromkeys(name.rpartition(".")[0] for name in weights if name.endswith("weight")))
         layers = layers or list(dict.fromkeys(name.rpartition(".")[0] for name in weights))
-        if module is not None and structure.kind in ("head", "group"):
+        if structure.branch is not None:
+            name = f"{structure.branch.path} branch"
+        elif module is not None and structure.hidden:
+            name = f"{module} queries inside groups"
+        elif module is not None and structure.kind in ("head", "group"):
             name = f"{module} {'heads' if structure.kind == 'head' else 'groups'}"
         elif structure.hidden:
             name = f"{layers[0] if layers else structure.places[0][0]} width inside heads"

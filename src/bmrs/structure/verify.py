@@ -5,8 +5,10 @@ that cannot be. What fails as it stands is tried again with its integers mended,
 """
 
 import contextlib
+import random
+import sys
 import warnings
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -56,6 +58,12 @@ def record(owner: Structures, gone: set[int], mends: set[Mend]) -> Removed:
     for path, groups in findings.groups.items():
         if is_builtin(owner.model.get_submodule(path)) and alive(groups, gone) < len(groups):
             now.groups[path] = alive(groups, gone)
+    for branch, variables in findings.branches.items():
+        if branch.path in base.widened or not gone.isdisjoint(variables):
+            # Present indices of the stream, and which of them this branch still computes.
+            stream = [own for own, label in zip(variables, findings.streams[branch.path], strict=True) if gone.isdisjoint(label)]
+            at = [index for index, own in enumerate(stream) if own not in gone]
+            now.widened[branch.path] = _widened(base.widened.get(branch.path), branch.dim, len(stream), at)
     if mends:
         for path in findings.sizes:
             module = owner.model.get_submodule(path)
@@ -63,6 +71,13 @@ def record(owner: Structures, gone: set[int], mends: set[Mend]) -> Removed:
                 if mend.cls is type(module):
                     _mend(owner, gone, now, path, module, mend)
     return now
+
+
+def _widened(before: Any, dim: int, size: int, at: list[int]) -> tuple[int, int, list[int]]:
+    """A branch that was narrow already names the indices of its stream, not its own."""
+    if before is None:
+        return dim, size, at
+    return before[0], before[1], [before[2][index] for index in at]
 
 
 def _mend(owner: Structures, gone: set[int], now: Removed, path: str, module: nn.Module, mend: Mend) -> None:
@@ -114,7 +129,7 @@ def sandbox(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     tensors = list({id(tensor): tensor for _, tensor in named_tensors(model)}.values())
     before = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors]
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
-    caches = [(value, dict(value)) for _, values in attributes for value in values.values() if type(value) is dict]
+    caches = [(v, dict(v)) for _, values in attributes for v in values.values() if type(v) in (dict, OrderedDict)]
     default = torch.get_default_dtype()
     try:
         for tensor in tensors:
@@ -172,11 +187,28 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def _same_chance() -> Iterator[None]:
+    """The same random numbers each time, whoever draws them, and nobody else's disturbed."""
+    numpy = sys.modules.get("numpy")
+    plain, array = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        random.seed(0)
+        if numpy:
+            numpy.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(plain)
+            if numpy:
+                numpy.random.set_state(array)
+
+
 def outputs(model: nn.Module, inputs: Any, *, training: bool) -> list[Tensor]:
     """All tensors a call returns, with the same random numbers each time."""
     args, kwargs = arguments(inputs)
-    with mode(model, training), torch.random.fork_rng(), _NoDropout():
-        torch.manual_seed(0)
+    with mode(model, training), _same_chance(), _NoDropout():
         made = model(*args, **kwargs)
     return [tensor for tensor in _pytree.tree_leaves(made) if isinstance(tensor, Tensor)]
 
@@ -466,7 +498,7 @@ def remove_units(model: nn.Module, units: Any, optimizers: Sequence[torch.optim.
     apply(model, record(owner, owner.gone | going, owner.mends), optimizers)
     owner.gone |= going
     for follower in owner.followers:
-        follower.shrink([*owner, *owner.hidden], optimizers)
+        follower.shrink(owner.everything, optimizers)
 
 
 def _check_this(owner: Structures, going: set[int]) -> None:
