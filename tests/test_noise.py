@@ -238,7 +238,7 @@ def test_activation_checkpointing_recomputes_with_the_same_draw():
         (lambda: NoiseBank({"a": 2}).theta("a"), RuntimeError, "no gates have been drawn"),
         (lambda: NoiseBank({"a": 2}).kl(torch.ones(3)), ValueError, "prices and the gates must have the same shape"),
         (lambda: NoiseBank({"a": 2}).remove(torch.zeros(2)), ValueError, "units must be a boolean mask"),
-        (lambda: NoiseBank.attach(network(), {"head": 2}), ValueError, "outputs names the module 'head'"),
+        (lambda: NoiseBank.attach(network(), {"head": 2}), ValueError, "gated names the module 'head'"),
         (lambda: NoiseBank.attach(gated()[0], {"1": 4}), ValueError, "the model has gates already"),
         (
             lambda: NoiseBank.attach(m := nn.LSTM(3, 4), {"": 4}) and m(torch.randn(2, 5, 3)),

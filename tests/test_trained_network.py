@@ -97,7 +97,7 @@ def test_the_exact_bound_does_not_collapse():
         training.train(plain, digits, recipe)
         torch.manual_seed(seed)
         network = networks.build("lenet5", digits.input_shape, 10)
-        bank = bmrs.NoiseBank.attach(network, networks.gated_outputs(network))
+        bank = bmrs.NoiseBank.attach(network, bmrs.structures(network, digits.train.x[:2]))
         log = training.train_pruning(network, bank, digits, recipe, bmrs.BMRS_N())
         for scores in (log.mean, log.snr, log.delta_f, bank.posterior().kl()):
             assert torch.isfinite(scores).all()

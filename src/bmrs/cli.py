@@ -1,5 +1,6 @@
-"""The command line: ``bmrs demo``, and more to come."""
+"""The command line: ``bmrs demo`` and ``bmrs inspect``, and more to come."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, NoReturn
@@ -103,6 +104,66 @@ def demo(
         )
     picture, result = job.write(outcome, out)
     console.print(f"Picture of the posteriors: {picture}\nNumbers and how they were made: {result}", highlight=False)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="What makes the network: [bold]my.module:make_model[/bold] or path/to/file.py:Net.")],
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="Shape of an input, as [bold]1x3x224x224[/bold], or name=1x3 by keyword; once for each."),
+    ] = None,
+    integers: Annotated[int, typer.Option(help="Inputs named by --integer-input hold numbers below this.")] = 100,
+    integer_shapes: Annotated[
+        list[str] | None, typer.Option("--integer-input", help="Shape of an input of whole numbers, such as token ids.")
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="Prove that removal is exact, structure by structure.")] = True,
+    places: Annotated[bool, typer.Option("--places", help="List every parameter dimension of each structure.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """List what can be removed from a network, what each unit costs, and what stays whole and why.
+
+    Example:  [bold]bmrs inspect torchvision.models:resnet18 --input 1x3x224x224[/bold]
+    """
+    from bmrs.inspection import example_inputs, make_model
+
+    console = Console()
+    try:
+        network = make_model(model)
+        inputs = example_inputs(shapes or [], integer_shapes or [], integers)
+        found = bmrs.structures(network, inputs)
+        if verify:
+            with console.status("proving that removal is exact ..."):
+                found.verify()
+    except (ValueError, TypeError, RuntimeError, ImportError) as wrong:
+        _fail(str(wrong))
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+        return
+    console.print(_structures_table(found, places))
+    for line in found.notes():
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _structures_table(found: bmrs.Structures, places: bool) -> RenderableType:
+    if not len(found):
+        return Text(f"{type(found.model).__name__}: nothing can be removed.", style="yellow")
+    title = f"{type(found.model).__name__}: {len(found)} structures hold {found.share:.1%} of {found.parameters:,} parameters"
+    table = Table(title=title, title_justify="left", title_style="bold", caption="Parameters and multiply-adds of one unit.")
+    table.caption_justify = "left"
+    for name, justify in (("structure", "left"), ("kind", "left"), ("units", "right"), ("parameters", "right"),
+                          ("multiply-adds", "right"), ("removal", "left")):  # fmt: skip
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for structure in found:
+        exact = {"exact": "green", "not verified yet": "dim"}.get(structure.status, "yellow")
+        name = Text(structure.name)
+        if places:
+            name.append("".join(f"\n  {place} dimension {dim}" for place, dim in structure.places), style="dim")
+        table.add_row(
+            name, structure.kind, str(structure.units), f"{structure.params_per_unit:,.0f}",
+            f"{structure.macs_per_unit:,.0f}", Text(structure.status, style=exact),
+        )  # fmt: skip
+    return table
 
 
 def _fail(sentence: str) -> NoReturn:

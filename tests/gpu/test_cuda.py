@@ -74,15 +74,19 @@ def test_a_gated_network_trains_and_prunes(noise):
     parts = (data.Part(part.x.cuda(), part.y.cuda()) for part in (digits.train, digits.validation, digits.test))
     digits = data.DataSet("digits", 10, *parts)
     network = networks.build("lenet5", digits.input_shape, 10).cuda()
-    bank = bmrs.NoiseBank.attach(network, networks.gated_outputs(network), noise)
+    structures = bmrs.structures(network, digits.train.x[:2])
+    bank = bmrs.NoiseBank.attach(network, structures, noise)
     recipe = training.Recipe(epochs=25)
     log = training.train_pruning(network, bank, digits, recipe, bmrs.BMRS_N())
     assert torch.isfinite(log.delta_f).all()
     assert sum(bank.units_left().values()) < 150
     assert training.accuracy(network, digits.test) > 0.92
     network.double().eval()
-    factors = {gate: bank.mean()[layer].detach() for gate, layer in bank.layers.items()}
     images = digits.test.x.double()
     want = network(images)
-    bank.detach()
-    torch.testing.assert_close(networks.compact(network, factors)(images), want, rtol=0, atol=1e-10)
+    left = bank.units_left()
+    bmrs.remove(network, {structure: bank.closed(structure.name) for structure in structures})
+    bank.fold()
+    assert network.conv1.weight.is_cuda
+    assert {structure.name: structure.units for structure in structures} == left
+    torch.testing.assert_close(network(images), want, rtol=0, atol=1e-10)

@@ -2,7 +2,6 @@ import re
 
 import pytest
 import torch
-from torch import nn
 
 import bmrs
 from bmrs.study import networks
@@ -10,32 +9,17 @@ from bmrs.study import networks
 
 @pytest.mark.parametrize("name", networks.NAMES)
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_compact_network_equals_the_gated_one(name, channels):
-    network = networks.build(name, (channels, 32, 32), 7).double()
-    bank = bmrs.NoiseBank.attach(network, networks.gated_outputs(network))
-    with torch.no_grad():
-        bank.mu.uniform_(-4, 0.5)
-        bank.log_sigma.uniform_(-3, 3)
-    gone = torch.rand(bank.alive.shape) < 0.5
-    for layer in bank.layers.values():
-        gone[layer.start] = False
-    bank.remove(gone)
-    network.eval()
-    x = torch.randn(5, channels, 32, 32, dtype=torch.float64)
-    want = network(x)
-    factors = {gate: bank.mean()[layer] for gate, layer in bank.layers.items()}
-    bank.detach()
-    small = networks.compact(network, factors)
-    torch.testing.assert_close(small(x), want, rtol=0, atol=1e-12)
-    assert bmrs.cost.parameters(small) < 0.6 * bmrs.cost.parameters(network)
-    # Physically smaller, and a network of its own.
-    widths = [layer.weight.shape[0] for layer in small if isinstance(layer, nn.Conv2d | nn.Linear)]
-    assert widths == [*bank.units_left().values(), 7]
-    assert all(a.data_ptr() != b.data_ptr() for a in small.parameters() for b in network.parameters())
+def test_every_layer_but_the_last_can_be_reduced(name, channels):
+    network = networks.build(name, (channels, 32, 32), 7)
+    found = bmrs.structures(network, torch.randn(2, channels, 32, 32))
+    widths = {name: layer.weight.shape[0] for name, layer in network.named_children() if hasattr(layer, "weight")}
+    assert widths.pop("out") == 7
+    assert {structure.name: structure.units for structure in found} == widths
 
 
 def test_widths_grow_with_the_channels():
-    assert list(networks.gated_outputs(networks.lenet5(3, 10)).values()) == [18, 48, 360, 252]
+    found = bmrs.structures(networks.lenet5(3, 10), torch.randn(2, 3, 32, 32))
+    assert [structure.units for structure in found] == [18, 48, 360, 252]
 
 
 @pytest.mark.parametrize(

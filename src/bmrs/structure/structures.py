@@ -217,10 +217,11 @@ class Structures(Sequence[Structure]):
                 if places and structure is not None:
                     lines += [f"    {name} dimension {dim}" for name, dim in structure.places]
             lines += ["", "Parameters and multiply-adds are those of one unit."]
-        lines += self._what_stays()
+        lines += self.notes()
         return "\n".join(lines)
 
-    def _what_stays(self) -> list[str]:
+    def notes(self) -> list[str]:
+        """What else there is to know: what is removable but not listed, and what stays whole and why, in lines."""
         lines = []
         unlisted = [structure.name for structure in (*self.hidden, *self.branches)]
         if unlisted:

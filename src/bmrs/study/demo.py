@@ -57,30 +57,26 @@ class Demo:
         self.criterion = bmrs.criteria.by_name(criterion_name)
         self.recipe = recipe
         # An unknown name, a network that does not fit the data, or a bad strength is refused here.
-        training.gate_prices(networks.gated_outputs(self._network()), recipe, len(self.data.train))
+        self._network()
+        training.gate_prices({"any": 1}, recipe, len(self.data.train))
 
     def run(self, on_epoch: Callable[[str, Progress], None] = lambda phase, progress: None) -> Outcome:
         """``on_epoch`` is told the phase, "whole", "prune" or "fine-tune", and how far it is."""
         whole = self._network()
         training.train(whole, self.data, self._total(), lambda p: on_epoch("whole", p))
         network = self._network()
-        names = networks.layer_names(network)
-        bank = bmrs.NoiseBank.attach(network, networks.gated_outputs(network))
-
-        def named(progress: Progress) -> None:
-            left = {names[gate]: units for gate, units in progress.units_left.items()}
-            on_epoch("prune", replace(progress, units_left=left))
-
-        log = training.train_pruning(network, bank, self.data, self.recipe, self.criterion, named)
-        layers = {names[gate]: layer for gate, layer in bank.layers.items()}
-        left = bank.units_left()
-        units = {names[gate]: (size, left[gate]) for gate, size in bank.sizes.items()}
-        factors = {gate: bank.mean()[layer].detach() for gate, layer in bank.layers.items()}
-        bank.detach()
-        small = networks.compact(network, factors)
+        structures = bmrs.structures(network, self.data.train.x[:2])
+        bank = bmrs.NoiseBank.attach(network, structures)
+        log = training.train_pruning(
+            network, bank, self.data, self.recipe, self.criterion, lambda p: on_epoch("prune", p)
+        )
+        layers, sizes, left = bank.layers, bank.sizes, bank.units_left()
+        bmrs.remove(network, {structure: bank.closed(structure.name) for structure in structures})
+        bank.fold()
         gentle = replace(self.recipe, epochs=self.recipe.fine_tune, learning_rate=self.recipe.learning_rate / 2)
-        training.train(small, self.data, gentle, lambda p: on_epoch("fine-tune", p))
-        return Outcome(self._measure(whole), self._measure(small), units, log, layers, small)
+        training.train(network, self.data, gentle, lambda p: on_epoch("fine-tune", p))
+        units = {name: (size, left[name]) for name, size in sizes.items()}
+        return Outcome(self._measure(whole), self._measure(network), units, log, layers, network)
 
     def write(self, outcome: Outcome, folder: Path) -> tuple[Path, Path]:
         """A picture of the posteriors and a JSON file with the numbers and how they were made."""

@@ -1,11 +1,8 @@
-"""The study's small networks, as plain chains of layers, and what is left of them after pruning."""
+"""The study's small networks, as plain chains of layers."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from itertools import pairwise
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 NAMES = ("lenet5", "mlp")
 
@@ -52,67 +49,3 @@ def mlp(inputs: int, classes: int, hidden: tuple[int, ...] = (100, 100)) -> nn.S
         inputs = width
     layers["out"] = nn.Linear(inputs, classes)
     return nn.Sequential(layers)
-
-
-def gated_outputs(network: nn.Sequential) -> dict[str, int]:
-    """Where the paper puts its gates: after every activation. Module name → number of units."""
-    outputs = {}
-    for (_, layer), (name, follower) in pairwise(network.named_children()):
-        if isinstance(follower, nn.ReLU | nn.Tanh):
-            outputs[name] = _width(layer)
-    return outputs
-
-
-def layer_names(network: nn.Sequential) -> dict[str, str]:
-    """For people: the layer whose units each gate carries. Gate name → layer name."""
-    names = list(dict(network.named_children()))
-    return {name: names[names.index(name) - 1] for name in gated_outputs(network)}
-
-
-@torch.no_grad()
-def compact(network: nn.Sequential, factors: Mapping[str, Tensor]) -> nn.Sequential:
-    """A physically smaller copy: ``factors`` holds E[θ] per gate, 0 for units that are gone.
-
-    Rows of a removed unit go from its layer, columns from the next one, which also takes up E[θ] of the rest.
-    """
-    children = list(network.named_children())
-    smaller: OrderedDict[str, nn.Module] = OrderedDict()
-    incoming: Tensor | None = None  # E[θ] of the layer before, all its units
-    for index, (name, layer) in enumerate(children):
-        if isinstance(layer, nn.Conv2d | nn.Linear):
-            weight = layer.weight
-            if incoming is not None:
-                factor = incoming.repeat_interleave(weight.shape[1] // len(incoming)).to(weight)
-                weight = weight * factor.reshape(1, -1, *[1] * (weight.dim() - 2))
-                weight = weight[:, factor != 0]
-            follower = children[index + 1][0] if index + 1 < len(children) else ""
-            incoming = factors.get(follower, torch.ones(len(weight), device=weight.device))
-            smaller[name] = _layer_like(layer, weight[incoming != 0], _bias(layer)[incoming != 0])
-        else:
-            smaller[name] = layer
-    return nn.Sequential(smaller)
-
-
-def _width(layer: nn.Module) -> int:
-    if isinstance(layer, nn.Conv2d):
-        return layer.out_channels
-    if isinstance(layer, nn.Linear):
-        return layer.out_features
-    raise TypeError(f"a gate must follow a convolution or a linear layer; got {type(layer).__name__}.")
-
-
-def _bias(layer: nn.Conv2d | nn.Linear) -> Tensor:
-    if layer.bias is None:
-        raise ValueError("compact() expects layers with a bias, as those built here have.")
-    return layer.bias
-
-
-def _layer_like(layer: nn.Conv2d | nn.Linear, weight: Tensor, bias: Tensor) -> nn.Module:
-    outputs, inputs = weight.shape[:2]
-    small: nn.Conv2d | nn.Linear
-    if isinstance(layer, nn.Conv2d):
-        small = nn.Conv2d(inputs, outputs, layer.kernel_size, layer.stride, layer.padding)  # type: ignore[arg-type]
-    else:
-        small = nn.Linear(inputs, outputs)
-    small.weight, small.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
-    return small
