@@ -206,12 +206,13 @@ def markdown(ours: dict[str, Any], theirs: dict[str, Any], made: dict[str, Any])
     lines += [
         "",
         f"At least one removable structure in {total['with_a_structure']:.1%} of the architectures; "
-        f"{total['removable']:.1%} of the {total['structures']:,} structures found are removable in the model's own code; "
+        f"{total['removable']:.1%} of the {total['structures']:,} structures found are removable in the model's own "
+        f"code; "
         f"discovery takes {total['discover_seconds_mean']:.1f} s on average, the proof "
         f"{total['verify_seconds_mean']:.1f} s; largest relative error {total['worst_error']:.0e}.",
         "",
-        "Exact: within 1e-8 of the same network with the removed units silenced, in float64 (1e-3 for the few that compute "
-        "in float32 only; Torch-Pruning is allowed 1e-6). Share: of the parameters, that lie in structures found.",
+        "Exact: within 1e-8 of the same network with the removed units silenced, in float64 (1e-3 for the few that "
+        "compute in float32 only; Torch-Pruning is allowed 1e-6). Share: of the parameters, that lie in structures found.",
         "",
         "| architecture | structures | removable | share | discover, s | proof, s | error | bmrs | Torch-Pruning |",
         "|---|---:|---:|---:|---:|---:|---:|---|---|",
@@ -228,7 +229,8 @@ def markdown(ours: dict[str, Any], theirs: dict[str, Any], made: dict[str, Any])
         [
             *lines,
             "",
-            f"`{made['command']}`, {made['machine']}, {made['threads']} thread(s), {made['date']}, commit {made['commit']},",
+            f"`{made['command']}`, {made['machine']}, {made['threads']} thread(s), {made['date']},",
+            f"commit {made['commit']},",
             ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
             "",
         ]

@@ -52,13 +52,15 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     missing, foreign = sorted(present.keys() - tensors.keys()), sorted(tensors.keys() - present.keys())
     if missing or foreign:
         found = f"it lacks {_some(missing)}" if missing else f"it has {_some(foreign)}, which the model does not"
-        raise ValueError(f"{path} was saved from another model ({content['class']}): {found}. Build the one it came from.")
+        raise ValueError(
+            f"{path} was saved from another model ({content['class']}): {found}. Build the one it came from."
+        )
     for name, tensor in tensors.items():
         expected = _shape_after(name, present[name], removed(model), record)
         if tuple(tensor.shape) != expected:
             raise ValueError(
-                f"{path} holds '{name}' with shape {tuple(tensor.shape)}, but this model's would have {expected}: build the "
-                f"original model with the settings it was built with when the file was saved."
+                f"{path} holds '{name}' with shape {tuple(tensor.shape)}, but this model's would have {expected}: build "
+                f"the original model with the settings it was built with when the file was saved."
             )
     apply(model, record)
     with torch.no_grad():
@@ -126,7 +128,9 @@ def _checked_record(model: nn.Module, content: dict[str, Any], path: Any) -> Rem
     tensors = dict(named_tensors(model))
     for name, shape in record.shapes.items():
         if name not in tensors:
-            raise ValueError(f"{path} speaks of '{name}', which the model does not have: build the model it was saved from.")
+            raise ValueError(
+                f"{path} speaks of '{name}', which the model does not have: build the model it was saved from."
+            )
         original = own.shapes.get(name, list(tensors[name].shape))
         if list(original) != shape:
             raise ValueError(

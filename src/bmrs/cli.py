@@ -108,10 +108,14 @@ def demo(
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="What makes the network: [bold]my.module:make_model[/bold] or path/to/file.py:Net.")],
+    model: Annotated[
+        str, typer.Argument(help="What makes the network: [bold]my.module:make_model[/bold] or path/to/file.py:Net.")
+    ],
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--input", help="Shape of an input, as [bold]1x3x224x224[/bold], or name=1x3 by keyword; once for each."),
+        typer.Option(
+            "--input", help="Shape of an input, as [bold]1x3x224x224[/bold], or name=1x3 by keyword; once for each."
+        ),
     ] = None,
     integers: Annotated[int, typer.Option(help="Inputs named by --integer-input hold numbers below this.")] = 100,
     integer_shapes: Annotated[
@@ -147,13 +151,15 @@ def inspect(
 
 def _structures_table(found: bmrs.Structures, places: bool) -> RenderableType:
     if not len(found):
-        return Text(f"{type(found.model).__name__}: nothing can be removed.", style="yellow")
-    title = f"{type(found.model).__name__}: {len(found)} structures hold {found.share:.1%} of {found.parameters:,} parameters"
-    table = Table(title=title, title_justify="left", title_style="bold", caption="Parameters and multiply-adds of one unit.")
+        return Text(found.heading(), style="yellow")
+    heading = found.heading()
+    table = Table(
+        title=heading, title_justify="left", title_style="bold", caption="Parameters and multiply-adds of one unit."
+    )
     table.caption_justify = "left"
-    for name, justify in (("structure", "left"), ("kind", "left"), ("units", "right"), ("parameters", "right"),
+    for title, justify in (("structure", "left"), ("kind", "left"), ("units", "right"), ("parameters", "right"),
                           ("multiply-adds", "right"), ("removal", "left")):  # fmt: skip
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for structure in found:
         exact = {"exact": "green", "not verified yet": "dim"}.get(structure.status, "yellow")
         name = Text(structure.name)

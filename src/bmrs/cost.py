@@ -7,7 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from bmrs.structure.capture import ExampleInputs, arguments, mode
 
 
-
 def parameters(model: nn.Module) -> int:
     """Numbers the network holds in parameters; shared ones count once."""
     return sum(p.numel() for p in model.parameters())

@@ -18,12 +18,16 @@ def _dynamic_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, 
     size = leaves[0].shape[0] if leaves else None
 
     def one(leaf: Any) -> Any:
-        return {0: torch.export.Dim.DYNAMIC} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else None
+        return (
+            {0: torch.export.Dim.DYNAMIC} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else None
+        )
 
     return _pytree.tree_map(one, args), _pytree.tree_map(one, kwargs)
 
 
-def export_program(model: nn.Module, example_inputs: ExampleInputs, *, dynamic_batch: bool = True) -> torch.export.ExportedProgram:
+def export_program(
+    model: nn.Module, example_inputs: ExampleInputs, *, dynamic_batch: bool = True
+) -> torch.export.ExportedProgram:
     """``torch.export`` of the network in evaluation mode.
 
     A batch of one or two in the example is fine: the batch size stays open unless ``dynamic_batch`` is False or the
@@ -69,7 +73,9 @@ def export_onnx(
         made = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as problem:
         hint = ", or keep the batch size fixed with dynamic_batch=False" if dynamic_batch else ""
-        raise RuntimeError(f"the model cannot be exported to ONNX ({first_line(problem)}): replace that operation{hint}.") from problem
+        raise RuntimeError(
+            f"the model cannot be exported to ONNX ({first_line(problem)}): replace that operation{hint}."
+        ) from problem
     assert made is not None
     target = Path(path)
     made.save(str(target))

@@ -68,7 +68,8 @@ class InputGate(ConsumerGate):
     @staticmethod
     def _per_row(theta: Tensor, rows: int) -> Tensor:
         """Windows or patches of one example lie one after the other, and share its gates; what belongs to no example,
-        such as a table of positions, has one set of gates for the batch."""
+        such as a table of positions, has one set of gates for the batch.
+        """
         return theta[:1] if rows % len(theta) else theta.repeat_interleave(rows // len(theta), dim=0)
 
 
@@ -138,7 +139,9 @@ def consumer_gates(
         rows = []
         for structure in structures:
             if place in structure.consumers:
-                rows.append(_units_of_columns(structure, place, tensors[first].shape[dim], layers[structure.name].start))
+                rows.append(
+                    _units_of_columns(structure, place, tensors[first].shape[dim], layers[structure.name].start)
+                )
         columns = torch.tensor(rows)
         branch = next((s.branch for s in structures if place in s.consumers and s.branch is not None), None)
         for name in names[first]:  # a tied weight is consumed under each of its names
@@ -173,4 +176,3 @@ def _units_of_columns(structure: Structure, place: tuple[str, int], size: int, f
             columns.append(next((number[v] for v in label if v in number), -1))
     assert len(columns) == size, f"{place} has {size} indices, {len(columns)} are known"
     return columns
-

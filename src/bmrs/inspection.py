@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def make_model(target: str) -> nn.Module:
-    """``my.module:make_model`` or ``path/to/file.py:Net``: a function or class called without arguments, or a module."""
+    """``my.module:make_model`` or ``path/to/file.py:Net``: called without arguments, or a network itself."""
     where, colon, name = target.partition(":")
     if not colon or not name:
         raise ValueError(f"model must read my.module:make_model or file.py:make_model; got '{target}'.")
@@ -35,7 +35,9 @@ def _from_name(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as problem:
-        raise ValueError(f"'{name}' cannot be imported ({problem}): check its name, or give the path of a .py file.") from problem
+        raise ValueError(
+            f"'{name}' cannot be imported ({problem}): check its name, or give the path of a .py file."
+        ) from problem
     finally:
         sys.path.remove("")
 

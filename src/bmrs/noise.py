@@ -147,7 +147,8 @@ class NoiseBank(nn.Module):
 
     def fold(self) -> None:
         """Multiply E[θ] into the weights that consume the units and take the gates off: the network stays what it is in
-        evaluation."""
+        evaluation.
+        """
         if not self._consumers:
             raise ValueError("only gates on structures can be folded: attach the bank to bmrs.structures(model, ...).")
         theta = self.mean()[None].detach()
@@ -311,7 +312,9 @@ def _gateable(model: nn.Module, structures: Iterable[Structure]) -> list[Structu
         if not isinstance(structure, Structure):
             raise TypeError(f"gated must hold structures of the model; got {type(structure).__name__}.")
         if structure.owner.model is not model:
-            raise ValueError(f"'{structure.name}' belongs to another model: list this one with bmrs.structures(model, ...).")
+            raise ValueError(
+                f"'{structure.name}' belongs to another model: list this one with bmrs.structures(model, ...)."
+            )
         chosen.append(structure)
     if chosen:
         chosen[0].owner.verify(chosen)
@@ -322,7 +325,9 @@ def _gateable(model: nn.Module, structures: Iterable[Structure]) -> list[Structu
             chosen.remove(structure)
             warnings.warn(f"'{structure.name}' gets no gates: {reason}.", stacklevel=3)
     if not chosen:
-        raise ValueError("gated holds no structure that can have gates: see bmrs.structures(model, ...).table() for why.")
+        raise ValueError(
+            "gated holds no structure that can have gates: see bmrs.structures(model, ...).table() for why."
+        )
     return chosen
 
 

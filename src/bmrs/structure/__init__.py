@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from bmrs.structure.capture import ExampleInputs
-from bmrs.structure.remove import Removed, apply, removed
+from bmrs.structure.remove import Removed, removed
 from bmrs.structure.structures import Structure, Structures
+from bmrs.structure.surgery import remove_units
 
 __all__ = ["ExampleInputs", "Removed", "Structure", "Structures", "remove", "removed", "structures"]
 
@@ -34,8 +35,8 @@ def remove(
 
     Structures not verified yet are verified first; those that fail are left alone with a warning.
     """
-    from bmrs.structure.verify import remove_units
-
-    optimizers: Any = () if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    optimizers: Any = (
+        () if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    )
     remove_units(model, units, list(optimizers))
     return model

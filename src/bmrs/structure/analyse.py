@@ -7,12 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmrs.structure import contractions, rules
 from bmrs.structure.capture import Captured, module_of
 from bmrs.structure.mend import form
-from bmrs.structure.rules import RULES, Facts, Step, Value, freeze_all, values_in
-
-assert contractions  # imported for the rules it registers
+from bmrs.structure.rules import ONE, RULES, Facts, Step, Value, freeze_all, values_in
 
 # Operations that only check something.
 _SILENT = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "sym_size"}
@@ -87,14 +84,14 @@ def _apply(node: torch.fx.Node, args: Any, kwargs: Any, facts: Facts) -> Any:
     single = isinstance(made, Tensor)
     inputs = values_in((args, kwargs))
     if operation in _UNIFORM:
-        dims = [facts.labels.fresh(size) if size > 1 else rules.ONE for size in step.shape]
+        dims = [facts.labels.fresh(size) if size > 1 else ONE for size in step.shape]
         return Value(step.shape, tuple(dims))
     if not inputs:
         return _fixed(made, "made in the forward pass")
     consumers = len(facts.consumers)
     try:
         results = _by_rule(step, args, kwargs)
-    except _NoRule:
+    except _NoRuleError:
         facts.unknown.setdefault(operation, step.module)
         results = freeze_all(step, (args, kwargs), step.because(f"'{operation}' has no rule for it"))
     if not results[0].constant:
@@ -105,7 +102,7 @@ def _apply(node: torch.fx.Node, args: Any, kwargs: Any, facts: Facts) -> Any:
     return results[0] if single else results
 
 
-class _NoRule(Exception):
+class _NoRuleError(Exception):
     pass
 
 
@@ -113,19 +110,19 @@ def _by_rule(step: Step, args: Any, kwargs: Any) -> list[Value]:
     rule = RULES.get(step.operation) or RULES.get(step.operation.rstrip("_"))
     inputs = values_in((args, kwargs))
     if rule is None or any(size <= 0 for shape in (*step.outputs, *(v.shape for v in inputs)) for size in shape):
-        raise _NoRule
+        raise _NoRuleError
     try:
         made = rule(step, *args, **kwargs)
     except (AssertionError, IndexError, TypeError, ValueError, AttributeError) as wrong:
         # A form of the operation the rule was not written for. What it tied by then is too much, never too little.
-        raise _NoRule from wrong
+        raise _NoRuleError from wrong
     results = made if isinstance(made, list) else [made]
     for value, shape in zip(results, step.outputs, strict=False):
         sizes = [size if isinstance(dim, str) else len(dim) for dim, size in zip(value.dims, shape, strict=False)]
         if tuple(sizes) != shape or len(value.dims) != len(shape):
-            raise _NoRule
+            raise _NoRuleError
     if len(results) != len(step.outputs):
-        raise _NoRule
+        raise _NoRuleError
     return results
 
 

@@ -18,8 +18,8 @@ from bmrs.structure.capture import Captured, module_of
 INDICES = "bmrs_indices"
 _WIDEN = "bmrs_widen"
 # From the sum back to the layer that feeds it: what comes in between does not matter, since the hook is before it.
-_PASSED = {"dropout", "mul", "div", "permute", "transpose", "view", "reshape", "contiguous", "clone", "to", "roll", "slice",
-           "unsqueeze", "squeeze", "flatten"}  # fmt: skip
+_PASSED = {"dropout", "mul", "div", "permute", "transpose", "view", "reshape", "contiguous", "clone", "to", "roll",
+           "slice", "unsqueeze", "squeeze", "flatten"}  # fmt: skip
 
 
 @dataclass(frozen=True)

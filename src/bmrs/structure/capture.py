@@ -76,13 +76,16 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, *, training: bool =
     canonical = canonical_names(model)
     tensors = {}
     for spec in program.graph_signature.input_specs:
-        if spec.kind in (torch.export.graph_signature.InputKind.PARAMETER, torch.export.graph_signature.InputKind.BUFFER):
+        if spec.kind in (
+            torch.export.graph_signature.InputKind.PARAMETER,
+            torch.export.graph_signature.InputKind.BUFFER,
+        ):
             assert isinstance(spec.target, str)
             tensors[spec.arg.name] = canonical[spec.target]
     return Captured(program.graph, program.graph_module, tensors)
 
 
-class CannotCapture(RuntimeError):
+class CannotCaptureError(RuntimeError):
     """The model runs, but its forward pass cannot be written down as one graph."""
 
 
@@ -93,14 +96,14 @@ def _explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
             model(*args, **kwargs)
     except Exception as failed:
         return ValueError(
-            f"example_inputs do not fit the model, which fails on them ({first_line(failed)}): give a tensor, a tuple of "
-            f"positional arguments or a dict of keyword arguments the model takes, on its device."
+            f"example_inputs do not fit the model, which fails on them ({first_line(failed)}): give a tensor, a tuple "
+            f"of positional arguments or a dict of keyword arguments the model takes, on its device."
         )
     where = re.search(r"([\w./-]+\.py:\d+ in \w+(?:, code: [^\n]*)?)", str(problem))
     at = f" at {where.group(1).strip()}" if where else ""
-    return CannotCapture(
-        f"the model cannot be captured by torch.export{at} ({first_line(problem)}): replace what depends on the numbers in "
-        f"a tensor (an if, .item(), .tolist(), a Python loop over values), or pass the part of the model without it."
+    return CannotCaptureError(
+        f"the model cannot be captured by torch.export{at} ({first_line(problem)}): replace what depends on the "
+        f"numbers in a tensor (an if, .item(), .tolist(), a Python loop over values), or pass the part of the model without it."
     )
 
 

@@ -154,8 +154,8 @@ class Labels:
         if not labelled:
             return next((dim for dim in dims if isinstance(dim, str)), "a dimension of size 1")
         if prod(sizes) > _WIDEST:
-            for dim in labelled:
-                self.freeze(dim, "merged with too many other indices")
+            for known in labelled:
+                self.freeze(known, "merged with too many other indices")
             return "merged with too many other indices"
         result: tuple[int, ...] | None = None
         before = 1  # frozen indices that run slower

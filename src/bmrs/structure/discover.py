@@ -59,7 +59,9 @@ def explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
         training = capture(model, example_inputs, training=True)
     except Exception as problem:
         # Some networks train on other inputs only. What holds in evaluation is all there is to go by.
-        notes.append(f"seen in evaluation mode only, since it cannot be captured in training mode: {first_line(problem)}")
+        notes.append(
+            f"seen in evaluation mode only, since it cannot be captured in training mode: {first_line(problem)}"
+        )
     else:
         analyse(training, values, facts)
     findings = _findings(facts, values, work)
@@ -93,12 +95,12 @@ def _findings(facts: Facts, values: dict[str, Value], work: list[tuple[int, tupl
         for d, dim in enumerate(value.dims):
             if isinstance(dim, str):
                 continue
-            resolved = [labels.resolve(label) for label in dim]
-            if any(resolved):
-                places[name, d] = resolved
+            own = [labels.resolve(label) for label in dim]
+            if any(own):
+                places[name, d] = own
             else:
-                reason = next((r for label in dim if (r := labels.reason(label))), "")
-                frozen[name, d] = (len(dim), reason)
+                reasons = (labels.reason(label) for label in dim)
+                frozen[name, d] = (len(dim), next(filter(None, reasons), ""))
     consumed: dict[Place, set[int]] = defaultdict(set)
     for consumer in facts.consumers:
         consumed[consumer.weight].update(*(labels.resolve(label) for label in consumer.labels))
@@ -109,10 +111,9 @@ def _findings(facts: Facts, values: dict[str, Value], work: list[tuple[int, tupl
             known[id(dim)] = [labels.resolve(label) for label in dim]
         return known[id(dim)]
 
-    sizes = {}
+    sizes: dict[str, list[list[Label]]] = {}
     for module, dims in facts.sizes.items():
-        free = {tuple(r): r for dim in dims.values() if any(r := resolved(dim))}
-        sizes[module] = list(free.values())
+        sizes[module] = list({tuple(r): r for dim in dims.values() if any(r := resolved(dim))}.values())
     requests = {}
     for module, asked in facts.requests.items():
         found = {}

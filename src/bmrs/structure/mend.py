@@ -86,7 +86,7 @@ def _corrected(kind: str, sizes: list[int], total: int, corrections: tuple[Corre
 
 
 def _corrected_open(sizes: list[int], total: int, own: list[Correction]) -> list[int] | None:
-    """Beside a -1 several numbers may fit. What this form of request always means is corrected; else only one may fit."""
+    """Beside a -1 several numbers may fit. What such a request always means is corrected; else only one may fit."""
     changed, sure = list(sizes), True
     for c in own:
         if sizes[c.position] == c.old:

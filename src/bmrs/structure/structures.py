@@ -17,7 +17,6 @@ from bmrs.structure.mend import integers_of
 from bmrs.structure.remove import removed
 from bmrs.structure.rules import Place
 
-
 # Reasons that hold in every network and need no line.
 _OBVIOUS = ("", "it comes from the model's input", "it is the model's output", "convolved over", "looked up by number")
 
@@ -68,7 +67,7 @@ class Structure:
 
     @property
     def foldable(self) -> bool:
-        """Whether a gate can be multiplied into the weights: not where they produce and consume at once, as when tied."""
+        """Whether a gate can be multiplied into the weights: not where tied ones produce what they consume."""
         return self.branch is not None or not set(self.consumers) & self.owner.findings.producers
 
     def indices(self, place: Place) -> list[list[int]]:
@@ -86,7 +85,7 @@ class Structure:
 
     @property
     def status(self) -> str:
-        """"exact", "not verified yet", or why units cannot be removed."""
+        """ "exact", "not verified yet", or why units cannot be removed."""
         return self.owner.status.get(self, "not verified yet")
 
     def to_json(self) -> dict[str, Any]:
@@ -200,19 +199,32 @@ class Structures(Sequence[Structure]):
             reasons[reason].append(f"{name}:{dim}")
         return dict(reasons)
 
+    def heading(self) -> str:
+        name = type(self.model).__name__
+        if not len(self):
+            return f"{name}: nothing can be removed."
+        return f"{name}: {len(self)} structures hold {self.share:.1%} of {self.parameters:,} parameters"
+
     def table(self, *, places: bool = False) -> str:
-        """For people: a line per structure, what stays whole and why. ``places``: every dimension a unit occupies too."""
-        head = f"{type(self.model).__name__}: {len(self)} structures, {self.share:.1%} of {self.parameters:,} parameters in them"
-        lines = [head if len(self) else f"{type(self.model).__name__}: nothing can be removed."]
+        """For people: a line per structure, and what stays whole and why.
+
+        ``places``: every dimension a unit occupies too.
+        """
+        lines = [self.heading()]
         if len(self):
             rows = [("structure", "kind", "units", "parameters", "multiply-adds", "removal")]
             rows += [
-                (s.name, s.kind, str(s.units), f"{s.params_per_unit:,.0f}", f"{s.macs_per_unit:,.0f}", s.status) for s in self
+                (s.name, s.kind, str(s.units), f"{s.params_per_unit:,.0f}", f"{s.macs_per_unit:,.0f}", s.status)
+                for s in self
             ]
             widths = [max(len(row[column]) for row in rows) for column in range(5)]
             lines.append("")
             for row, structure in zip(rows, [None, *self], strict=True):
-                cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1]), *(row[c].rjust(widths[c]) for c in (2, 3, 4))]
+                cells = [
+                    row[0].ljust(widths[0]),
+                    row[1].ljust(widths[1]),
+                    *(row[c].rjust(widths[c]) for c in (2, 3, 4)),
+                ]
                 lines.append("  ".join([*cells, row[5]]).rstrip())
                 if places and structure is not None:
                     lines += [f"    {name} dimension {dim}" for name, dim in structure.places]
@@ -286,15 +298,15 @@ def _build(owner: Structures) -> list[Structure]:
         for branch, variables in findings.branches.items()
         if len(variables) > 1
     ]
-    for (shape, consumers), variables in alike.items():
-        if len(variables) < 2 or variables[0] in rows:
+    for (shape, gated), units in alike.items():
+        if len(units) < 2 or units[0] in rows:
             continue  # a single unit can never go
-        places = tuple(sorted((place for place, _ in shape), key=order.__getitem__))
-        first = next(place for place in places if place not in consumers or place in findings.producers)
-        variables.sort(key=lambda variable: where[variable][first][0])
-        kind = _kind(owner, variables[0], first, beside[variables[0]])
-        gates = tuple(sorted(consumers, key=order.__getitem__))
-        structures.append(Structure("", kind, places, gates, False, tuple(variables), owner))
+        occupied = tuple(sorted((place for place, _ in shape), key=order.__getitem__))
+        first = next(place for place in occupied if place not in gated or place in findings.producers)
+        units.sort(key=lambda unit, first=first: where[unit][first][0])  # type: ignore[misc]
+        kind = _kind(owner, units[0], first, beside[units[0]])
+        gates = tuple(sorted(gated, key=order.__getitem__))
+        structures.append(Structure("", kind, occupied, gates, False, tuple(units), owner))
     structures.sort(key=lambda s: order[s.places[0]])
     _hide_inner(structures, findings, beside)
     _name(structures, findings)

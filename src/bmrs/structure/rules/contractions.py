@@ -9,7 +9,8 @@ from math import prod
 from typing import Any
 
 from bmrs.structure.dims import Dim
-from bmrs.structure.rules import ONE, Consumer, Step, Value, broadcast, rule
+from bmrs.structure.rules.base import ONE, Consumer, Step, Value, rule
+from bmrs.structure.rules.pointwise import broadcast
 
 
 def consume(step: Step, x: Dim, weight: Value, dim: int) -> None:
@@ -132,7 +133,9 @@ def embedding(step: Step, weight: Value, indices: Value, *_: Any, **__: Any) -> 
 
 
 @rule("scaled_dot_product_attention")
-def attention(step: Step, query: Value, key: Value, value: Value, mask: Value | None = None, *_: Any, **kwargs: Any) -> Value:
+def attention(
+    step: Step, query: Value, key: Value, value: Value, mask: Value | None = None, *_: Any, **kwargs: Any
+) -> Value:
     reason = step.because("the attention's inner product sums over it")
     for dim in (query.dims[-1], key.dims[-1]):
         step.labels.freeze(dim, reason)
@@ -144,7 +147,9 @@ def attention(step: Step, query: Value, key: Value, value: Value, mask: Value | 
         groups = key.shape[-3]
         shared, _each = step.labels.split(query.dims[-3], [groups, query.shape[-3] // groups])
         step.labels.unify_all([shared, key.dims[-3], value.dims[-3]])
-        batch[:-1] = [step.labels.unify_all(dims) for dims in zip(batch[:-1], key.dims[:-3], value.dims[:-3], strict=True)]
+        batch[:-1] = [
+            step.labels.unify_all(dims) for dims in zip(batch[:-1], key.dims[:-3], value.dims[:-3], strict=True)
+        ]
         _note_heads(step, query, key, [shared, query.dims[-3]])
     else:
         stacks = [Value(v.shape[:-2], v.dims[:-2]) for v in (query, key, value)]

@@ -1,0 +1,99 @@
+"""From the variables that go to a record: what every tensor, integer and hook of the smaller network is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from bmrs.structure.discover import Label
+from bmrs.structure.mend import Correction, is_builtin
+from bmrs.structure.remove import Removed
+from bmrs.structure.structures import Structures, alive
+
+
+@dataclass(frozen=True)
+class Mend:
+    """One way to mend all modules of a class: set an attribute, or correct the sizes its code asks for."""
+
+    cls: type
+    attribute: str | None  # None: correct sizes
+    dim: int = 0  # which of the dimensions the module handles the attribute is the size of
+
+
+def record(owner: Structures, gone: set[int], mends: set[Mend]) -> Removed:
+    """What the network's record is when these variables are gone."""
+    findings, base = owner.findings, owner.base
+    now = Removed.from_json(base.to_json())
+    for (name, dim), labels in findings.places.items():
+        stays = [index for index, label in enumerate(labels) if gone.isdisjoint(label)]
+        if len(stays) < len(labels):
+            before = base.kept.get(name, {}).get(dim)
+            now.kept.setdefault(name, {})[dim] = [before[i] for i in stays] if before else stays
+            now.shapes.setdefault(name, list(owner.shapes[name]))
+    for path, groups in findings.groups.items():
+        if is_builtin(owner.model.get_submodule(path)) and alive(groups, gone) < len(groups):
+            now.groups[path] = alive(groups, gone)
+    for branch, variables in findings.branches.items():
+        if branch.path in base.widened or not gone.isdisjoint(variables):
+            # Present indices of the stream, and which of them this branch still computes.
+            stream = [
+                own
+                for own, label in zip(variables, findings.streams[branch.path], strict=True)
+                if gone.isdisjoint(label)
+            ]
+            at = [index for index, own in enumerate(stream) if own not in gone]
+            now.widened[branch.path] = _widened(base.widened.get(branch.path), branch.dim, len(stream), at)
+    if mends:
+        for path in findings.sizes:
+            module = owner.model.get_submodule(path)
+            for mend in mends:
+                if mend.cls is type(module):
+                    _mend(owner, gone, now, path, module, mend)
+    return now
+
+
+def _widened(before: Any, dim: int, size: int, at: list[int]) -> tuple[int, int, list[int]]:
+    """A branch that was narrow already names the indices of its stream, not its own."""
+    if before is None:
+        return dim, size, at
+    return before[0], before[1], [before[2][index] for index in at]
+
+
+def _mend(owner: Structures, gone: set[int], now: Removed, path: str, module: nn.Module, mend: Mend) -> None:
+    findings = owner.findings
+    if mend.attribute is None:
+        base = {(c.kind, c.count, c.position, c.new): c for c in owner.base.corrections.get(path, [])}
+        corrections = dict(base)
+        for (kind, count, position), request in findings.requests.get(path, {}).items():
+            for labels in request.dims:
+                size, left = len(labels), alive(labels, gone)
+                if left < size or (kind, count, position, size) in base:
+                    before = base.get((kind, count, position, size))
+                    made = Correction(kind, count, position, before.old if before else size, left, request.sure)
+                    corrections[kind, count, position, size] = made
+        if corrections or _shrinks(findings.sizes.get(path, []), gone):
+            now.corrections[path] = list(corrections.values())
+        return
+    value = new_value(owner.integers(path).get(mend.attribute), owner.dims_of(path), mend.dim, gone)
+    if value is not None:
+        now.integers.setdefault(path, {})[mend.attribute] = value
+
+
+def _shrinks(sizes: list[list[Label]], gone: set[int]) -> bool:
+    return any(alive(labels, gone) < len(labels) for labels in sizes)
+
+
+def new_value(value: Any, dims: list[list[Label]], dim: int, gone: set[int]) -> Any:
+    """What an integer becomes when it is the size of this dimension, which shrinks; None if it stays.
+
+    In a sequence of integers each is the size of the first dimension that has it, from this one on.
+    """
+    if isinstance(value, list | tuple):
+        changed = []
+        for one in value:
+            labels = next((labels for labels in dims[dim:] if len(labels) == one), None)
+            changed.append(one if labels is None else alive(labels, gone))
+        return type(value)(changed) if changed != list(value) else None
+    if dim < len(dims) and len(dims[dim]) == value and (left := alive(dims[dim], gone)) < value:
+        return left
+    return None
