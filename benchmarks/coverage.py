@@ -212,7 +212,8 @@ def markdown(ours: dict[str, Any], theirs: dict[str, Any], made: dict[str, Any])
         f"{total['verify_seconds_mean']:.1f} s; largest relative error {total['worst_error']:.0e}.",
         "",
         "Exact: within 1e-8 of the same network with the removed units silenced, in float64 (1e-3 for the few that "
-        "compute in float32 only; Torch-Pruning is allowed 1e-6). Share: of the parameters, that lie in structures found.",
+        "compute in float32 only; Torch-Pruning is allowed 1e-6). Share: of the parameters, that lie in "
+        "structures found.",
         "",
         "| architecture | structures | removable | share | discover, s | proof, s | error | bmrs | Torch-Pruning |",
         "|---|---:|---:|---:|---:|---:|---:|---|---|",

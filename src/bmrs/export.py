@@ -1,6 +1,10 @@
 """A network for deployment: ONNX and ``torch.export``, for any batch size."""
 
+import contextlib
+import inspect
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from bmrs.checkpoint import unwrapped
-from bmrs.structure.capture import ExampleInputs, arguments, first_line, mode
-
-
-def _dynamic_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The first dimension of every tensor that has as many entries there as the first one."""
-    leaves = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
-    size = leaves[0].shape[0] if leaves else None
-
-    def one(leaf: Any) -> Any:
-        return (
-            {0: torch.export.Dim.DYNAMIC} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else None
-        )
-
-    return _pytree.tree_map(one, args), _pytree.tree_map(one, kwargs)
+from bmrs.structure.capture import ExampleInputs, arguments, first_line, mode, no_fast_path, quiet
 
 
 def export_program(
@@ -30,53 +21,100 @@ def export_program(
 ) -> torch.export.ExportedProgram:
     """``torch.export`` of the network in evaluation mode.
 
-    A batch of one or two in the example is fine: the batch size stays open unless ``dynamic_batch`` is False or the
-    network fixes it itself.
+    A batch of one in the example is fine: the batch size stays open unless ``dynamic_batch`` is False or the network
+    fixes it itself.
+
+    >>> program = export_program(nn.Linear(8, 2), torch.randn(1, 8))
+    >>> program.module()(torch.randn(5, 8)).shape
+    torch.Size([5, 2])
     """
     model = unwrapped(model)
     args, kwargs = arguments(example_inputs)
+    _check_runs(model, args, kwargs)
     shapes: Any = None
     if dynamic_batch:
         args, kwargs = _at_least_two((args, kwargs))
-        of_args, of_kwargs = _dynamic_batch(args, kwargs)
-        shapes = _by_name(model, of_args, of_kwargs) if kwargs else of_args
-    with mode(model, training=False):
-        return torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes, strict=False)
-
-
-def _by_name(model: nn.Module, of_args: tuple[Any, ...], of_kwargs: dict[str, Any]) -> Any:
-    return of_kwargs if not of_args else (*of_args, of_kwargs)
-
-
-def _at_least_two(inputs: Any) -> Any:
-    """A batch of one would be taken for a constant."""
-    leaves, spec = _pytree.tree_flatten(inputs)
-    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    if sizes and sizes[0] == 1:
-        leaves = [
-            torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 1 else leaf
-            for leaf in leaves
-        ]
-    return _pytree.tree_unflatten(leaves, spec)
+        shapes = _open_batch(model, args, kwargs)
+    with mode(model, training=False), no_fast_path(), _silence():
+        try:
+            return torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes, strict=False)
+        except Exception as problem:
+            raise _explained("torch.export", problem, dynamic_batch) from problem
 
 
 def export_onnx(
     model: nn.Module, example_inputs: ExampleInputs, path: str | os.PathLike[str], *, dynamic_batch: bool = True
 ) -> Path:
-    """Write the network to an ONNX file and return its path. Needs ``pip install 'bmrs[onnx]'``."""
+    """Write the network to an ONNX file and return its path. Needs ``pip install 'bmrs[onnx]'``.
+
+    ``export_onnx(model, torch.randn(1, 3, 224, 224), "small.onnx")`` takes any number of images.
+    """
     try:
         import onnxscript  # noqa: F401
     except ImportError as missing:
         raise ImportError(f"ONNX export needs '{missing.name}': install it with  pip install 'bmrs[onnx]'") from missing
-    try:
-        program = export_program(model, example_inputs, dynamic_batch=dynamic_batch)
-        made = torch.onnx.export(program, dynamo=True, verbose=False)
-    except Exception as problem:
-        hint = ", or keep the batch size fixed with dynamic_batch=False" if dynamic_batch else ""
-        raise RuntimeError(
-            f"the model cannot be exported to ONNX ({first_line(problem)}): replace that operation{hint}."
-        ) from problem
-    assert made is not None
     target = Path(path)
-    made.save(str(target))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} to export to: make it first.")
+    program = export_program(model, example_inputs, dynamic_batch=dynamic_batch)
+    with _silence():
+        try:
+            made = torch.onnx.export(program, dynamo=True, verbose=False)
+        except Exception as problem:
+            raise _explained("ONNX", problem, dynamic_batch) from problem
+        assert made is not None
+        made.save(str(target))
     return target
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Exporters log their progress, and warn of what they use themselves and torch will change: of no use to whoever
+    exports. Other warnings, and all errors, come through.
+    """
+    with quiet(), warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning, PendingDeprecationWarning):
+            warnings.simplefilter("ignore", category)
+        yield
+
+
+def _check_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        with mode(model, training=False), torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as problem:
+        raise ValueError(
+            f"example_inputs do not fit the model, which fails on them ({first_line(problem)}): give a tensor, a tuple "
+            f"of positional arguments or a dict of keyword arguments the model takes, on its device."
+        ) from problem
+
+
+def _explained(target: str, problem: Exception, dynamic_batch: bool) -> RuntimeError:
+    hint = ", or keep the batch size fixed with dynamic_batch=False" if dynamic_batch else ""
+    cause = problem.__cause__ or problem  # what the exporter met, rather than its report on it
+    return RuntimeError(
+        f"the model cannot be exported to {target} ({first_line(cause)}): replace that operation{hint}."
+    )
+
+
+def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By argument, the first dimension of every tensor with as many entries there as the first one."""
+    named = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    size = next((len(leaf) for leaf in _pytree.tree_leaves(named) if _has_rows(leaf)), None)
+    return _pytree.tree_map(
+        lambda leaf: {0: torch.export.Dim.DYNAMIC} if _has_rows(leaf) and len(leaf) == size else None, named
+    )
+
+
+def _at_least_two(inputs: Any) -> Any:
+    """A batch of one would be taken for a constant."""
+    first = next((leaf for leaf in _pytree.tree_leaves(inputs) if _has_rows(leaf)), None)
+    if first is None or len(first) != 1:
+        return inputs
+    return _pytree.tree_map(
+        lambda leaf: torch.cat([leaf, leaf]) if _has_rows(leaf) and len(leaf) == 1 else leaf, inputs
+    )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0

@@ -7,6 +7,7 @@ every pass.
 """
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self
 
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 from bmrs import _checks
 from bmrs.gates import ConsumerGate, InputGate, OutputGate, WeightGate, consumer_gates
 from bmrs.posterior import LOG_A, LOG_B, TruncatedLogNormal
-from bmrs.structure.remove import resize
-from bmrs.structure.structures import Structure
+from bmrs.structure.remove import Removed, removed, resize
+from bmrs.structure.structures import Structure, Structures
 
 Noise = Literal["example", "batch"]
 MODULE_NAME = "bmrs_noise"
+_PER_UNIT = ("mu", "log_sigma", "alive")
 
 
 class NoiseBank(nn.Module):
@@ -72,7 +74,11 @@ class NoiseBank(nn.Module):
         self._hooks: list[Any] = []
         self._gate_hooks: list[Any] = []
         self._consumers: list[ConsumerGate] = []
-        self._numbers: dict[str, list[int]] = {}  # per structure the units it had when its gates were placed
+        # As it was when attached: units of each structure, where its gates began, and how many there were in all.
+        self._units: dict[str, list[int]] = {}
+        self._first = {name: layer.start for name, layer in self.layers.items()}
+        self._whole, self._kept = total, list(range(total))
+        self._owner: weakref.ref[Structures] | None = None  # a network does not carry its listing about
 
     @classmethod
     def attach(
@@ -111,8 +117,9 @@ class NoiseBank(nn.Module):
         bank._hooks.append(model.register_forward_pre_hook(bank._before_forward, with_kwargs=True))
         bank._hooks.append(model.register_forward_hook(bank._after_forward, always_call=True))
         if structures:
-            bank._numbers = {structure.name: structure.kept for structure in structures}
+            bank._units = {structure.name: structure.kept for structure in structures}
             bank._place(structures)
+            bank._owner = weakref.ref(structures[0].owner)
             structures[0].owner.followers.append(bank)
         else:
             for name in sizes:
@@ -143,6 +150,9 @@ class NoiseBank(nn.Module):
         self.paused = True  # whoever still holds it as a follower
         if self._root is not None:
             delattr(self._root, MODULE_NAME)
+            for name in _PER_UNIT:
+                removed(self._root).kept.pop(f"{MODULE_NAME}.{name}", None)
+                removed(self._root).shapes.pop(f"{MODULE_NAME}.{name}", None)
             object.__setattr__(self, "_root", None)
 
     def fold(self) -> None:
@@ -160,21 +170,43 @@ class NoiseBank(nn.Module):
     def shrink(self, structures: Iterable[Structure], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """After units were removed from the network: keep the gates of those that are left.
 
-        ``structures``: those the bank is attached to. Called by :func:`bmrs.remove`.
+        ``structures``: all of the network. Called by :func:`bmrs.remove`.
         """
+        if self._root is None:
+            return
         mine = [structure for structure in structures if structure.name in self.layers]
+        before = self._kept
+        kept = self._follow(mine)
+        at = {unit: place for place, unit in enumerate(before)}
+        resize(self, {name: {0: [at[unit] for unit in kept]} for name in _PER_UNIT}, optimizers)
+        # Part of the network's record, so that a checkpoint of a network with gates loads on a whole one with gates.
+        record = removed(self._root)
+        for name in _PER_UNIT:
+            record.shapes[f"{MODULE_NAME}.{name}"] = [self._whole]
+            record.kept[f"{MODULE_NAME}.{name}"] = {0: kept}
+
+    def adopt(self, record: Removed) -> None:
+        """Place the gates anew after the network and this bank's tensors were brought to a record."""
+        owner = self._owner() if self._owner is not None else None
+        if owner is None:
+            raise ValueError(
+                "the structures the gates were attached to are gone: keep bmrs.structures(model, ...) alive."
+            )
+        owner.adopt(record)
+        self._follow([structure for structure in owner.everything if structure.name in self.layers])
+
+    def _follow(self, mine: list[Structure]) -> list[int]:
+        """Layers and gates for the units these structures have now; returns their original numbers."""
         kept: list[int] = []
         layers = {}
         for structure in mine:
-            first = self.layers[structure.name].start
             layers[structure.name] = slice(len(kept), len(kept) + structure.units)
-            before = self._numbers[structure.name]
-            at = {unit: place for place, unit in enumerate(before)}
+            first = self._first[structure.name]
+            at = {unit: place for place, unit in enumerate(self._units[structure.name])}
             kept += [first + at[unit] for unit in structure.kept]
-            self._numbers[structure.name] = structure.kept
-        resize(self, {name: {0: kept} for name in ("mu", "log_sigma", "alive")}, optimizers)
-        self.layers, self._theta = layers, None
+        self.layers, self._theta, self._kept = layers, None, kept
         self._place(mine)
+        return kept
 
     def forward(self, x: Any) -> Any:
         """The identity, so that containers which run their children, such as nn.Sequential, can hold a bank."""
@@ -273,7 +305,7 @@ class NoiseBank(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A draw belongs to one pass and carries its graph: copies and pickles start without.
-        return {**self.__dict__, "_theta": None}
+        return {**self.__dict__, "_theta": None, "_owner": None}
 
     def extra_repr(self) -> str:
         return f"{int(self.alive.sum())} of {self.alive.numel()} units in {len(self.layers)} layers, per {self.noise}"

@@ -42,8 +42,11 @@ NONE = {}
 SOME = {"some": True}
 
 
+GENERATOR = torch.Generator().manual_seed(0)
+
+
 def random(*shape):
-    return torch.randn(*shape)
+    return torch.randn(*shape, generator=GENERATOR)
 
 
 def parameter(*shape):

@@ -26,6 +26,7 @@ def free(labels, *dims):
 
 
 class TestUnify:
+    @settings(deadline=None)
     @given(SIZES)
     def test_fresh_dimensions_share_nothing(self, size):
         labels = Labels()
@@ -33,6 +34,7 @@ class TestUnify:
         assert len(free(labels, a)) == len(free(labels, b)) == size
         assert not free(labels, a) & free(labels, b)
 
+    @settings(deadline=None)
     @given(SIZES, st.booleans())
     def test_the_order_of_the_two_does_not_matter(self, size, turned):
         labels = Labels()
@@ -41,6 +43,7 @@ class TestUnify:
         assert tied(labels, a, b)
         assert len(free(labels, a)) == size
 
+    @settings(deadline=None)
     @given(SIZES, st.integers(2, 4))
     def test_twice_is_once(self, size, inner):
         labels = Labels()
@@ -51,6 +54,7 @@ class TestUnify:
             labels.unify(first, second)
             assert meaning(labels, a) == meaning(labels, b) == before
 
+    @settings(deadline=None)
     @given(SIZES)
     def test_it_holds_for_all_who_were_tied_before_and_after(self, size):
         labels = Labels()
@@ -82,6 +86,7 @@ class TestUnify:
 
 
 class TestFrozen:
+    @settings(deadline=None)
     @given(SIZES, st.booleans(), st.booleans())
     def test_it_spreads_with_its_reason_whenever_it_comes(self, size, turned, before):
         labels = Labels()
@@ -129,6 +134,7 @@ class TestFrozen:
 
 
 class TestMergeAndSplit:
+    @settings(deadline=None)
     @given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     def test_splitting_gives_back_what_was_merged(self, sizes):
         labels = Labels()
@@ -139,6 +145,7 @@ class TestMergeAndSplit:
         again = [dim if isinstance(dim, str) else meaning(labels, dim) for dim in labels.split(merged, sizes)]
         assert again == before
 
+    @settings(deadline=None)
     @given(st.lists(SIZES, min_size=2, max_size=3))
     def test_distinct_labels_split_into_products(self, sizes):
         labels = Labels()
@@ -150,6 +157,7 @@ class TestMergeAndSplit:
             factors = [labels.resolve(part[at]) for part, at in zip(parts, place, strict=True)]
             assert labels.resolve(index) == frozenset().union(*factors)
 
+    @settings(deadline=None)
     @given(SIZES, SIZES)
     def test_labels_that_vary_along_one_axis_are_told_apart_along_that_axis_alone(self, outer, inner):
         labels = Labels()
@@ -177,6 +185,7 @@ class TestMergeAndSplit:
         assert tied(labels, w, v)
         assert len(free(labels, query, key)) == heads + width
 
+    @settings(deadline=None)
     @given(SIZES, SIZES)
     def test_a_plain_dimension_takes_the_product_it_meets(self, heads, width):
         labels = Labels()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -31,6 +31,7 @@ def correction(kind, count, position, old, new, sure=True):
 class TestView:
     to_width = correction("view", 3, 2, WIDTH, 9)
 
+    @settings(deadline=None)
     @given(SIZES, SIZES)
     def test_what_does_not_fit_is_corrected_for_any_batch_and_length(self, batch, length):
         x = torch.randn(batch, length, 3, 3)
@@ -42,12 +43,14 @@ class TestView:
         ):
             assert torch.equal(corrected(call, self.to_width), x.flatten(2))
 
+    @settings(deadline=None)
     @given(SIZES, SIZES, SIZES)
     def test_what_fits_is_left_alone(self, batch, length, width):
         x = torch.randn(batch, length, width)
         made = corrected(lambda: x.view(batch, length, width), self.to_width, correction("view", 3, 1, WIDTH, 9))
         assert torch.equal(made, x)
 
+    @settings(deadline=None)
     @given(SIZES, SIZES, st.integers(2, 6), st.integers(2, 6), st.data())
     def test_only_the_one_way_that_fits_is_taken(self, batch, length, heads, width, data):
         """Requests for the old sizes get the new ones, or fail as they would: never something else."""
@@ -68,6 +71,7 @@ class TestView:
         with pytest.raises(RuntimeError, match="invalid for input of size 8"):
             corrected(lambda: torch.zeros(8).view(4, 4), *known)
 
+    @settings(deadline=None)
     @given(SIZES, SIZES)
     def test_examples_may_be_merged_into_a_size(self, batch, length):
         x = torch.randn(batch * 3, length, 2)
@@ -89,6 +93,7 @@ class TestView:
 class TestOpenView:
     """Beside a -1 any number may seem to fit."""
 
+    @settings(deadline=None)
     @given(SIZES, SIZES)
     def test_what_it_always_means_is_corrected(self, batch, length):
         x = torch.randn(batch, length, 9)
@@ -131,6 +136,7 @@ class TestOtherRequests:
         assert corrected(lambda: torch.zeros(2, 1, 4).expand(2, 5, 4), known).shape == (2, 5, 4)
         assert corrected(lambda: torch.zeros(2, 1, 1).expand(2, 5, 4), known).shape == (2, 5, 4)
 
+    @settings(deadline=None)
     @given(SIZES)
     def test_equal_parts(self, batch):
         known = correction("split", 1, 0, 4, 3)
@@ -223,7 +229,7 @@ class JoinedToAttribute(Apart):
         self.all_heads = WIDTH
 
     def joined(self, attended, x):
-        return attended.permute(0, 2, 1, 3).reshape(x.shape[:-1] + (self.all_heads,))
+        return attended.permute(0, 2, 1, 3).reshape((*x.shape[:-1], self.all_heads))
 
 
 class Merged(Apart):
@@ -351,12 +357,10 @@ class TestAttention:
         assert model[0].out.in_features == WIDTH - WIDTH // len(heads.variables)
         assert same_on(other_sequences(), model, masked)
 
-    @every_style
+    @pytest.mark.parametrize("style", [style for style in MENDABLE if style not in (Merged, SplitInSections)])
     def test_heads_may_go_one_after_the_other_and_after_listing_again(self, style):
         model, structures = prepared(style)
         (heads,) = heads_of(structures)
-        if heads.units < 4:
-            pytest.skip("too few to go on")
         masked = copy.deepcopy(model)
         mask(masked, heads, [0, 2, 3])
         bmrs.remove(model, {heads: [0]})
@@ -375,14 +379,14 @@ class TestAttention:
         bmrs.remove(model, {second: [0]})
         assert model[0].out.in_features == WIDTH > model[1].out.in_features
         assert same_on(other_sequences()[::5], model, masked)
-        bmrs.remove(model, {first: [1]})
         mask(masked, first, [1])
+        bmrs.remove(model, {first: [1]})
         assert same_on(other_sequences()[::5], model, masked)
 
     @every_style
     def test_copies_and_pickles_compute_the_same(self, style):
         model, structures = prepared(style)
-        bmrs.remove(model, dict.fromkeys(heads_of(structures), [0]))
+        bmrs.remove(model, dict.fromkeys(heads_of(structures), (0,)))
         for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert same_on([sequences(3, 7)], model, again)
             again[0].out.weight.data.zero_()
@@ -390,7 +394,7 @@ class TestAttention:
 
     def test_an_attribute_that_says_it_all_is_set(self):
         model, structures = prepared(Apart)
-        bmrs.remove(model, dict.fromkeys(heads_of(structures), [0]))
+        bmrs.remove(model, dict.fromkeys(heads_of(structures), (0,)))
         assert (model[0].heads, model[0].width) == (HEADS - 1, WIDTH // HEADS)
         assert "forward" not in vars(model[0])
 

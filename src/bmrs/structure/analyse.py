@@ -109,7 +109,7 @@ class _NoRuleError(Exception):
 def _by_rule(step: Step, args: Any, kwargs: Any) -> list[Value]:
     rule = RULES.get(step.operation) or RULES.get(step.operation.rstrip("_"))
     inputs = values_in((args, kwargs))
-    if rule is None or any(size <= 0 for shape in (*step.outputs, *(v.shape for v in inputs)) for size in shape):
+    if rule is None or any(size < 0 for shape in (*step.outputs, *(v.shape for v in inputs)) for size in shape):
         raise _NoRuleError
     try:
         made = rule(step, *args, **kwargs)

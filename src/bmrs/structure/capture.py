@@ -103,7 +103,8 @@ def _explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     at = f" at {where.group(1).strip()}" if where else ""
     return CannotCaptureError(
         f"the model cannot be captured by torch.export{at} ({first_line(problem)}): replace what depends on the "
-        f"numbers in a tensor (an if, .item(), .tolist(), a Python loop over values), or pass the part of the model without it."
+        f"numbers in a tensor (an if, .item(), .tolist(), a Python loop over values), or list the part of the "
+        f"model without it."
     )
 
 

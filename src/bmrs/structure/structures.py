@@ -14,7 +14,7 @@ from bmrs.structure.branches import Branch
 from bmrs.structure.capture import ExampleInputs, named_tensors
 from bmrs.structure.discover import Findings, Label, explore
 from bmrs.structure.mend import integers_of
-from bmrs.structure.remove import removed
+from bmrs.structure.remove import Removed, removed
 from bmrs.structure.rules import Place
 
 # Reasons that hold in every network and need no line.
@@ -85,7 +85,7 @@ class Structure:
 
     @property
     def status(self) -> str:
-        """ "exact", "not verified yet", or why units cannot be removed."""
+        """Either "exact", or "not verified yet", or why units cannot be removed."""
         return self.owner.status.get(self, "not verified yet")
 
     def to_json(self) -> dict[str, Any]:
@@ -198,6 +198,16 @@ class Structures(Sequence[Structure]):
         for (name, dim), (_, reason) in self.findings.frozen.items():
             reasons[reason].append(f"{name}:{dim}")
         return dict(reasons)
+
+    def adopt(self, record: Removed) -> None:
+        """Take over what a record says is gone: a unit is, when every index it had somewhere is."""
+        for (name, dim), labels in self.findings.places.items():
+            kept = record.kept.get(name, {}).get(dim)
+            if kept is not None:
+                first = self.base.kept.get(name, {}).get(dim) or list(range(len(labels)))
+                present = set(kept)
+                there = {v for index, label in zip(first, labels, strict=True) if index in present for v in label}
+                self.gone |= {variable for label in labels for variable in label} - there
 
     def heading(self) -> str:
         name = type(self.model).__name__

@@ -7,7 +7,6 @@ from typing import Any
 from bmrs.structure.rules.base import Step, Value, rule
 from bmrs.structure.rules.rearrange import frozen_at
 
-
 _WINDOWS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "_adaptive_avg_pool")
 _SIZES = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
 
