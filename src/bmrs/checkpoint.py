@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bmrs.noise import MODULE_NAME, NoiseBank
 from bmrs.structure.capture import canonical_names, named_tensors
+from bmrs.structure.mend import integers_of
 from bmrs.structure.remove import Removed, apply, removed
 
 _KEY = "bmrs"
@@ -65,7 +66,6 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     model = unwrapped(model)
     _check_numbers(model)
     tensors, content = _read(Path(path))
-    record = _checked_record(model, content, path)
     present = _kept_tensors(model)
     missing, foreign = sorted(present.keys() - tensors.keys()), sorted(tensors.keys() - present.keys())
     if any(name.startswith(MODULE_NAME) for name in foreign):
@@ -75,8 +75,9 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     if missing or foreign:
         found = f"it lacks {_some(missing)}" if missing else f"it has {_some(foreign)}, which the model does not"
         raise ValueError(
-            f"{path} was saved from another model ({content['class']}): {found}. Build the one it came from."
+            f"{path} was saved from another model ({content['class']}; {found}): build the one it came from."
         )
+    record = _checked_record(model, content, path)
     for name, tensor in tensors.items():
         expected = _shape_after(name, present[name], removed(model), record)
         if tuple(tensor.shape) != expected:
@@ -84,9 +85,10 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
                 f"{path} holds '{name}' with shape {tuple(tensor.shape)}, but this model's would have {expected}: "
                 f"build the original model with the settings it was built with when the file was saved."
             )
+    shrinks = record != removed(model)
     apply(model, record)
     gates = model._modules.get(MODULE_NAME)
-    if isinstance(gates, NoiseBank):
+    if isinstance(gates, NoiseBank) and shrinks:
         gates.adopt(record)
     with torch.no_grad():
         for name, tensor in _kept_tensors(model).items():
@@ -179,6 +181,16 @@ def _checked_record(model: nn.Module, content: dict[str, Any], path: Any) -> Rem
         record = _unpacked(content["removed"])
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise ValueError(f"{path} has a damaged description of what was removed: save it again.") from problem
+    modules = dict(model.named_modules())
+    for place in (*record.groups, *record.integers, *record.corrections, *record.widened):
+        if place not in modules:
+            raise ValueError(
+                f"{path} speaks of module '{place}', which the model does not have: build the model it was saved from."
+            )
+    for place, values in record.integers.items():
+        for attribute, value in values.items():
+            if isinstance(integers_of(modules[place]).get(attribute), tuple):  # a file knows lists only
+                values[attribute] = tuple(value)
     own = removed(model)
     if own.kept and own != record:
         raise ValueError("model has already been reduced, in another way: build the original again and load into that.")
@@ -193,12 +205,6 @@ def _checked_record(model: nn.Module, content: dict[str, Any], path: Any) -> Rem
             raise ValueError(
                 f"{path} was saved from a model whose '{name}' had shape {tuple(shape)} at first; this one has "
                 f"{tuple(original)}: build the model with the same settings."
-            )
-    modules = dict(model.named_modules())
-    for place in (*record.groups, *record.integers, *record.corrections, *record.widened):
-        if place not in modules:
-            raise ValueError(
-                f"{path} speaks of module '{place}', which the model does not have: build the model it was saved from."
             )
     return record
 

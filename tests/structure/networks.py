@@ -361,6 +361,16 @@ def products():
     yield net("weights put together", lambda m, x: F.linear(torch.cat([m.a(x), m.c(x)], 1), torch.cat([m.w, m.v], 1)),
               (X,), [4, 6], a=nn.Linear(5, 6), c=nn.Linear(5, 4), w=parameter(3, 6), v=parameter(3, 4))  # fmt: skip
     yield rows("all products of two", lambda m, x: (x[:, :, None] * x[:, None, :]).flatten(1), A6, out=36)
+    a_stays = stays("", "a.weight:0")
+    yield rows("shifted weights", lambda m, x: F.linear(x, m.w + 1), [4], a_stays, out=4, w=parameter(4, 6))
+    yield rows("weights plus a number", lambda m, x: F.linear(x, m.w + m.s), [4], a_stays, out=4, w=parameter(4, 6),
+               s=parameter(1))  # fmt: skip
+    yield rows("weights plus a column", lambda m, x: F.linear(x, m.w + m.v), [4], a_stays, out=4, w=parameter(4, 6),
+               v=parameter(4, 1))  # fmt: skip
+    yield rows("generated weights", lambda m, x: F.linear(x, m.g(m.u)), [2, 4], a_stays, out=4, g=nn.Linear(2, 6),
+               u=parameter(4, 2))  # fmt: skip
+    yield net("a weight-normed producer", lambda m, x: m.b(m.a(x).relu()), (X,), [6],
+              a=parametrizations.weight_norm(nn.Linear(5, 6)), b=nn.Linear(6, 3))  # fmt: skip
     yield net("a weight-normed consumer", lambda m, x: m.b(m.a(x).relu()), (X,), [], stays("", "a.weight:0"),
               a=nn.Linear(5, 6), b=parametrizations.weight_norm(nn.Linear(6, 3)))  # fmt: skip
 

@@ -188,9 +188,9 @@ def test_a_network_of_another_type_can_be_reduced():
 
 def test_compiled_networks_agree():
     quiet, model, _ = reduced()
-    torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
+        torch.compiler.reset()
         compiled = torch.compile(model, backend="aot_eager")
         for sizes in ({}, {"batch": 5}):
             torch.testing.assert_close(logits(compiled, **sizes), logits(quiet, **sizes), rtol=0, atol=1e-12)

@@ -139,20 +139,24 @@ class TestOtherRequests:
     @settings(deadline=None)
     @given(SIZES)
     def test_equal_parts(self, batch):
-        known = correction("split", 1, 0, 4, 3)
+        known = correction("split along -1", 1, 0, 4, 3)
         x = torch.randn(batch, 9)
         for call in (lambda: x.split(4, dim=1), lambda: x.split(4, 1), lambda: torch.split(x, 4, -1)):
             assert [part.shape[1] for part in corrected(call, known)] == [3, 3, 3]
 
     def test_unequal_parts(self):
-        known = [correction("split", 3, 0, 8, 6), correction("split", 3, 1, 4, 3), correction("split", 3, 2, 4, 3)]
+        known = [
+            correction("split along -1", 3, 0, 8, 6),
+            correction("split along -1", 3, 1, 4, 3),
+            correction("split along -1", 3, 2, 4, 3),
+        ]
         for given_x, sizes in ((12, [6, 3, 3]), (16, [8, 4, 4])):
             parts = corrected(lambda width=given_x: torch.zeros(2, width).split([8, 4, 4], dim=-1), *known)
             assert [part.shape[1] for part in parts] == sizes
 
     def test_parts_that_could_be_either_are_refused(self):
-        known = [correction("split", 2, 0, 4, 3), correction("split", 2, 1, 4, 3)]
-        with pytest.raises(RuntimeError, match="split_with_sizes"):
+        known = [correction("split along -1", 2, 0, 4, 3), correction("split along -1", 2, 1, 4, 3)]
+        with pytest.raises(RuntimeError, match="not clear what a split"):
             corrected(lambda: torch.zeros(7).split([4, 4]), *known)
 
 
@@ -357,7 +361,7 @@ class TestAttention:
         assert model[0].out.in_features == WIDTH - WIDTH // len(heads.variables)
         assert same_on(other_sequences(), model, masked)
 
-    @pytest.mark.parametrize("style", [style for style in MENDABLE if style not in (Merged, SplitInSections)])
+    @pytest.mark.parametrize("style", [style for style in MENDABLE if style is not SplitInSections])
     def test_heads_may_go_one_after_the_other_and_after_listing_again(self, style):
         model, structures = prepared(style)
         (heads,) = heads_of(structures)
@@ -391,6 +395,30 @@ class TestAttention:
             assert same_on([sequences(3, 7)], model, again)
             again[0].out.weight.data.zero_()
             assert not same_on([sequences(3, 7)], model, again)
+
+    def test_most_heads_may_go_at_once_for_every_batch_size(self):
+        model, structures = prepared(Merged)
+        (heads,) = heads_of(structures)
+        masked = copy.deepcopy(model)
+        mask(masked, heads, [0, 1, 2])
+        bmrs.remove(model, {heads: [0, 1, 2]})
+        assert same_on([sequences(batch) for batch in range(1, 13)], model, masked)
+
+    def test_a_split_along_another_dimension_is_left_alone(self):
+        class Windows(SplitByAttribute):
+            def __init__(self):
+                super().__init__()
+                self.window = WIDTH
+
+            def forward(self, x):
+                return super().forward(torch.cat([w - w.mean(1, keepdim=True) for w in x.split(self.window, 1)], 1))
+
+        model, structures = prepared(Windows)
+        (heads,) = heads_of(structures)
+        masked = copy.deepcopy(model)
+        mask(masked, heads, [0, 1])
+        bmrs.remove(model, {heads: [0, 1]})
+        assert same_on([sequences(2, length) for length in (5, 12, 18, 24, 30, 36)], model, masked)
 
     def test_an_attribute_that_says_it_all_is_set(self):
         model, structures = prepared(Apart)

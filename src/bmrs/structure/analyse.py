@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bmrs.structure.capture import Captured, module_of
-from bmrs.structure.mend import form
+from bmrs.structure.mend import form, split_form
 from bmrs.structure.rules import ONE, RULES, Facts, Step, Value, freeze_all, values_in
 
 # Operations that only check something.
@@ -27,7 +27,9 @@ def analyse(captured: Captured, parameters: dict[str, Value], facts: Facts) -> N
         if name is not None:
             inputs.append(parameters[name])
         else:
-            inputs.append(_fixed(node.meta.get("val"), "it comes from the model's input"))
+            constant = node.name in captured.constants
+            reason = "it is a constant" if constant else "it comes from the model's input"
+            inputs.append(_fixed(node.meta.get("val"), reason))
     outputs = _walk(captured.module, inputs, facts)
     for value in values_in(outputs):
         for dim in value.dims:
@@ -51,12 +53,15 @@ def _concrete(tensor: Tensor) -> tuple[int, ...]:
 def _walk(module: torch.fx.GraphModule, inputs: Sequence[Any], facts: Facts) -> Any:
     known: dict[torch.fx.Node, Any] = {}
     waiting = iter(inputs)
+    live = _live(module.graph)
     for node in module.graph.nodes:
         if node.op == "placeholder":
             known[node] = next(waiting)
         elif node.op == "get_attr":
             target = operator.attrgetter(str(node.target))(module)
             known[node] = _fixed(target, "it is a constant") if isinstance(target, Tensor) else target
+        elif node not in live:
+            continue
         elif node.op == "output":
             return torch.fx.map_arg(node.args[0], lambda one: known[one])
         else:
@@ -66,6 +71,17 @@ def _walk(module: torch.fx.GraphModule, inputs: Sequence[Any], facts: Facts) -> 
             _note_sizes(module_of(node), (args, kwargs, known[node]), facts)
             _note_request(node, args, known[node], facts)
     return None
+
+
+def _live(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes that reach the output, or change something in place: what is computed in vain ties nothing."""
+    live: set[torch.fx.Node] = set()
+    for node in reversed(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        changes = schema is not None and schema.is_mutable
+        if node.op in ("output", "placeholder") or changes or any(user in live for user in node.users):
+            live.add(node)
+    return live
 
 
 def _apply(node: torch.fx.Node, args: Any, kwargs: Any, facts: Facts) -> Any:
@@ -153,9 +169,12 @@ def _note_request(node: torch.fx.Node, args: Any, made: Any, facts: Facts) -> No
         first = args[1] % len(args[0].shape)
         kind, dims = form("unflatten", args[2]), made.dims[first : first + len(args[2])]
     elif operation in ("split", "split_with_sizes"):
-        dim = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
+        dim: Any = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
         parts = [part.dims[dim] for part in made]
-        kind, dims = "split", tuple(parts if isinstance(args[1], list | tuple) else parts[:1])
+        kind, dims = (
+            split_form(dim, len(args[0].shape)),
+            tuple(parts if isinstance(args[1], list | tuple) else parts[:1]),
+        )
     else:
         return
     requests = facts.requests.setdefault(module_of(node), {})

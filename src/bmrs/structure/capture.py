@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ class Captured:
     graph: torch.fx.Graph
     module: torch.fx.GraphModule
     tensors: dict[str, str]
+    constants: frozenset[str] = frozenset()  # placeholders of plain tensors the model holds
 
 
 def arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -56,11 +58,13 @@ def no_fast_path() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """What torch.export logs on a failure is said again, shorter, by the exception."""
+    """What torch.export logs on a failure is said again, shorter, by the exception; its warnings are its own affair."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 
@@ -82,7 +86,9 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, *, training: bool =
         ):
             assert isinstance(spec.target, str)
             tensors[spec.arg.name] = canonical[spec.target]
-    return Captured(program.graph, program.graph_module, tensors)
+    kind = torch.export.graph_signature.InputKind.CONSTANT_TENSOR
+    constants = frozenset(spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == kind)
+    return Captured(program.graph, program.graph_module, tensors, constants)
 
 
 class CannotCaptureError(RuntimeError):

@@ -7,14 +7,14 @@ are corrected on the way (:class:`Reshaping`).
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bmrs.structure.multihead import MultiheadForward
@@ -42,9 +42,12 @@ class Reshaping(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _KINDS.get(func)
-        if kind is not None:
-            args, kwargs = _MENDED[kind](self.corrections, args, kwargs)
-        return func(*args, **kwargs)
+        if kind is None:
+            return func(*args, **kwargs)
+        x, args = (args[0], args[1:]) if args else (kwargs["input"], ())
+        kwargs = {name: value for name, value in kwargs.items() if name != "input"}
+        args, kwargs = _MENDED[kind](self.corrections, x, args, kwargs)
+        return func(x, *args, **kwargs)
 
 
 _KINDS = {
@@ -63,6 +66,11 @@ _KINDS = {
 def form(kind: str, sizes: Sequence[int]) -> str:
     """Requests that leave another number open are of another form."""
     return f"{kind}, {list(sizes).index(-1)} open" if -1 in sizes else kind
+
+
+def split_form(dim: int, dims: int) -> str:
+    """Splits along another dimension are of another form."""
+    return f"split along {dim if dim < 0 else dim - dims}"
 
 
 def _corrected(kind: str, sizes: list[int], total: int, corrections: tuple[Correction, ...]) -> list[int] | None:
@@ -102,54 +110,65 @@ def _corrected_open(sizes: list[int], total: int, own: list[Correction]) -> list
     return changed
 
 
-def _view(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    x, *sizes = args
-    if not sizes and "shape" in kwargs:
-        sizes = [kwargs["shape"]]
+def _sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int] | None:
+    """The sizes a call asks for: one by one, or as a sequence; None if they are given in another way."""
+    sizes = list(args) or [kwargs.get("shape", kwargs.get("size"))]
     if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
         sizes = list(sizes[0])
-    if not sizes or not all(isinstance(size, int | torch.SymInt) for size in sizes):
-        return args, kwargs
-    changed = _corrected("view", sizes, x.numel(), corrections)
-    return (args, kwargs) if changed is None else ((x, tuple(changed)), {})
+    return sizes if sizes and all(isinstance(size, int | torch.SymInt) for size in sizes) else None
 
 
-def _unflatten(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    x, dim, sizes = args if len(args) == 3 else (*args, kwargs.get("sizes"))
+def _view(corrections: tuple[Correction, ...], x: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    sizes = _sizes(args, kwargs)
+    changed = None if sizes is None else _corrected("view", sizes, x.numel(), corrections)
+    return (args, kwargs) if changed is None else ((tuple(changed),), {})
+
+
+def _unflatten(corrections: tuple[Correction, ...], x: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    dim = args[0] if args else kwargs["dim"]
+    sizes = args[1] if len(args) > 1 else kwargs["sizes"]
     changed = _corrected("unflatten", list(sizes), x.shape[dim], corrections)
-    return (args, kwargs) if changed is None else ((x, dim, tuple(changed)), {})
+    return (args, kwargs) if changed is None else ((dim, tuple(changed)), {})
 
 
-def _expand(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    x, *sizes = args
-    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
-        sizes = list(sizes[0])
+def _expand(corrections: tuple[Correction, ...], x: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    sizes = _sizes(args, kwargs)
+    if sizes is None:
+        return args, kwargs
     changed = list(sizes)
     for c in corrections:
         if c.kind == "expand" and c.count == len(sizes) and sizes[c.position] == c.old:
             own = len(x.shape) - len(sizes) + c.position
             if own >= 0 and x.shape[own] == c.new:
                 changed[c.position] = c.new
-    return (args, kwargs) if changed == sizes else ((x, tuple(changed)), kwargs)
+    return (args, kwargs) if changed == sizes else ((tuple(changed),), {})
 
 
-def _split(corrections: tuple[Correction, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    x, sizes, *rest = args
-    dim = rest[0] if rest else kwargs.get("dim", 0)
+def _split(corrections: tuple[Correction, ...], x: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    sizes = (
+        args[0] if args else kwargs.get("split_size_or_sections", kwargs.get("split_size", kwargs.get("split_sizes")))
+    )
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     several = isinstance(sizes, list | tuple)
     asked = list(sizes) if several else [sizes]
     if several and sum(asked) == x.shape[dim]:
         return args, kwargs
+    own = [c for c in corrections if c.kind == split_form(dim, x.dim()) and c.count == len(asked)]
+    own = [c for c in own if asked[c.position] == c.old]
     choices = [[size] for size in asked]
-    for c in corrections:
-        if c.kind == "split" and c.count == len(asked) and asked[c.position] == c.old:
-            # The size of equal parts is wrong whenever it is not the present one; others add up when they are right.
-            choices[c.position] = [*choices[c.position], c.new] if several else [c.new]
-    fitting = {c for c in product(*choices) if (sum(c) == x.shape[dim] if several else x.shape[dim] % c[0] == 0)}
-    if len(fitting) != 1:
+    for c in own:
+        choices[c.position] = [*choices[c.position], c.new]
+    if several:
+        fitting = {choice for choice in product(*choices) if sum(choice) == x.shape[dim]}
+    else:  # equal parts: of a dimension that is always the one known, they have its present size
+        sure = all(c.sure for c in own)
+        fitting = {(size,) for size in (choices[0][1:] if sure else choices[0]) if x.shape[dim] % size == 0}
+    if len(fitting) > 1:
+        raise RuntimeError(f"it is not clear what a split into parts of {sizes} means for the smaller network.")
+    if not own or not fitting:
         return args, kwargs
     (changed,) = fitting
-    return (x, list(changed) if several else changed[0], *rest), kwargs
+    return (list(changed) if several else changed[0], dim), {}
 
 
 _MENDED = {"view": _view, "unflatten": _unflatten, "expand": _expand, "split": _split}

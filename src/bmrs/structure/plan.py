@@ -66,6 +66,8 @@ def _mend(owner: Structures, gone: set[int], now: Removed, path: str, module: nn
         corrections = dict(base)
         for (kind, count, position), request in findings.requests.get(path, {}).items():
             for labels in request.dims:
+                if "open" in kind and len(set(labels)) < len(labels):
+                    continue  # examples are merged into it: no number says what is meant
                 size, left = len(labels), alive(labels, gone)
                 if left < size or (kind, count, position, size) in base:
                     before = base.get((kind, count, position, size))

@@ -348,19 +348,24 @@ def _hide_inner(structures: list[Structure], findings: Findings, beside: dict[in
             structure.hidden = structure is not listed
 
 
+def _layer(name: str) -> str:
+    """The module a parameter belongs to; the parameter itself where that is the whole network."""
+    return name.rpartition(".")[0] or name
+
+
 def _name(structures: list[Structure], findings: Findings) -> None:
     used: dict[str, int] = defaultdict(int)
     for structure in structures:
         module = findings.heads.get(structure.variables[0])
         weights = [name for name, dim in structure.places if (name, dim) not in structure.consumers]
-        layers = list(dict.fromkeys(name.rpartition(".")[0] for name in weights if name.endswith("weight")))
-        layers = layers or list(dict.fromkeys(name.rpartition(".")[0] for name in weights))
+        layers = list(dict.fromkeys(_layer(name) for name in weights if name.endswith("weight")))
+        layers = layers or list(dict.fromkeys(map(_layer, weights)))
         if structure.branch is not None:
             name = f"{structure.branch.path} branch"
         elif module is not None and structure.hidden:
-            name = f"{module} queries inside groups"
+            name = f"{module} queries inside groups".strip()
         elif module is not None and structure.kind in ("head", "group"):
-            name = f"{module} {'heads' if structure.kind == 'head' else 'groups'}"
+            name = f"{module} {'heads' if structure.kind == 'head' else 'groups'}".strip()
         elif structure.hidden:
             name = f"{layers[0] if layers else structure.places[0][0]} width inside heads"
         else:

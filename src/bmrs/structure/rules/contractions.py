@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from bmrs.structure.dims import Dim
-from bmrs.structure.rules.base import ONE, Consumer, Step, Value, rule
+from bmrs.structure.rules.base import ONE, Consumer, Step, Value, freeze_all, rule
 from bmrs.structure.rules.pointwise import broadcast
 
 
@@ -55,7 +55,8 @@ def linear(step: Step, x: Value, weight: Value, bias: Value | None = None) -> Va
     if bias is not None and bias.shape:
         out[-1] = step.labels.unify(out[-1], bias.dims[0])
     step.note_work(prod(step.shape) * x.shape[-1], (*out, weight.dims[-1]))
-    origin = (*x.origin[:-1], *weight.origin[:-1]) if x.origin and weight.origin else None
+    linear = x.origin and weight.origin and bias is None
+    origin = (*(x.origin or ())[:-1], *(weight.origin or ())[:-1]) if linear else None
     return step.make(out, (x, weight, bias), origin)
 
 
@@ -82,7 +83,7 @@ def product_with_vector(step: Step, a: Value, b: Value) -> Value:
     return step.make(list(a.dims[:-1]), (a, b))
 
 
-@rule("addmm", "baddbmm", "addbmm_")
+@rule("addmm", "baddbmm")
 def addmm(step: Step, bias: Value, a: Value, b: Value, **_: Any) -> Value:
     product = matmul(step, a, b)
     return step.make(broadcast(step, (product, bias), step.shape), (bias, a, b))
@@ -92,6 +93,8 @@ def addmm(step: Step, bias: Value, a: Value, b: Value, **_: Any) -> Value:
 def einsum(step: Step, equation: str, operands: list[Value], **_: Any) -> Value:
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = [_letters(term, len(v.shape)) for term, v in zip(left.split(","), operands, strict=True)]
+    if any(len(set(term)) < len(term) for term in terms):  # a diagonal
+        return freeze_all(step, operands, step.because("einsum takes a diagonal"))[0]
     if arrow:
         result = _letters(right, len(step.shape))
     else:

@@ -17,8 +17,12 @@ _SIZES = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "tril
     *("max_pool2d_with_indices", "max_pool3d_with_indices", "lp_pool2d", "grid_sampler", "grid_sampler_2d"),
     *("_upsample_nearest_exact2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
-def spatial(step: Step, x: Value, *_: Any, **__: Any) -> Value | list[Value]:
+def spatial(step: Step, x: Value, *rest: Any, **_: Any) -> Value | list[Value]:
     """Works within each channel; positions mix."""
+    for grid in rest:
+        if isinstance(grid, Value):
+            for dim in grid.dims:
+                step.labels.freeze(dim, step.because(step.operation))
     count = 3 if "3d" in step.operation else 1 if "1d" in step.operation else 2
     frozen = frozen_at(step, x, range(-count, 0), step.operation)
     results = [step.make(frozen.dims, (x,), index=index) for index in range(len(step.outputs))]

@@ -25,19 +25,8 @@ _POINTWISE = (
     "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "to", "_to_copy", "true_divide", "trunc",
     "type_as", "where", "xlogy", "xor", "zero", "zeros_like",
 )  # fmt: skip
-_LINEAR = {
-    "add",
-    "sub",
-    "alias",
-    "clone",
-    "contiguous",
-    "detach",
-    "to",
-    "_to_copy",
-    "type_as",
-    "lift_fresh_copy",
-    "dropout",
-}
+_SUMS = {"add", "sub"}
+_COPIES = {"alias", "clone", "contiguous", "detach", "to", "_to_copy", "type_as", "lift_fresh_copy", "dropout"}
 _SCALING = {"mul", "multiply", "div", "true_divide", "neg"}
 
 
@@ -57,20 +46,31 @@ def pointwise(step: Step, *args: Any, **kwargs: Any) -> Value | list[Value]:
     if step.operation in ("type_as", "copy_"):  # the second only lends its type, the first only its place
         inputs = inputs[:1] if step.operation == "type_as" else inputs
     dims = broadcast(step, inputs, step.shape)
-    results = [step.make(dims, inputs, _pointwise_origin(step, inputs), index) for index in range(len(step.outputs))]
+    results = [
+        step.make(dims, inputs, _pointwise_origin(step, args, inputs), index) for index in range(len(step.outputs))
+    ]
     return results if len(results) > 1 else results[0]
 
 
-def _pointwise_origin(step: Step, inputs: Sequence[Value]) -> Any:
+def _pointwise_origin(step: Step, args: Sequence[Any], inputs: Sequence[Value]) -> Any:
+    """Of a sum of tensors, a tensor times a number, or a tensor as it is: all keep zero zero."""
     operation = step.operation.rstrip("_")
-    wide = [value for value in inputs if prod(value.shape) > 1]
-    linear = operation in _LINEAR or (operation in _SCALING and len(wide) == 1 and inputs[0] is wide[0])
-    if not linear or not wide or any(v.origin is None or len(v.shape) != len(step.shape) for v in wide):
+    if operation in _SUMS:
+        terms = list(inputs) if len(inputs) == len(args) == 2 else []
+    elif operation in _SCALING:
+        terms = list(inputs[:1]) if all(prod(value.shape) == 1 for value in inputs[1:]) else []
+    else:
+        terms = list(inputs) if operation in _COPIES and len(inputs) == 1 else []
+    if not terms or any(term.origin is None for term in terms):
         return None
-    return tuple(
-        frozenset[Place]().union(*(v.origin[d] for v in wide if v.origin and v.shape[d] == step.shape[d]))
-        for d in range(len(step.shape))
-    )
+    return tuple(_origin_at(terms, back, step.shape[-back]) for back in range(len(step.shape), 0, -1))
+
+
+def _origin_at(terms: Sequence[Value], back: int, size: int) -> frozenset[Place]:
+    """Where a dimension's numbers come from; nowhere, if a term repeats the same one along it."""
+    if any(len(term.shape) < back or term.shape[-back] != size for term in terms):
+        return frozenset()
+    return frozenset[Place]().union(*(term.origin[-back] for term in terms if term.origin))
 
 
 @rule("prelu")

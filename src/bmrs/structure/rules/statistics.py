@@ -50,6 +50,20 @@ def layer_norm(step: Step, x: Value, shape: Sequence[int], *rest: Any, **_: Any)
     return results if len(results) > 1 else results[0]
 
 
+@rule("_weight_norm", "_weight_norm_interface")
+def weight_norm(step: Step, direction: Value, size: Value, dim: int = 0) -> Value | list[Value]:
+    """Weights normed over all dimensions but one, which therefore stay."""
+    reason = step.because("normed over it")
+    dims = [
+        step.labels.unify(own, size.dims[d]) if d == dim % len(direction.shape) else step.labels.freeze(own, reason)
+        for d, own in enumerate(direction.dims)
+    ]
+    results = [step.make(dims, (direction, size), index=0)]
+    for index in range(1, len(step.outputs)):
+        results.append(step.make(size.dims, (direction, size), index=index))
+    return results if len(results) > 1 else results[0]
+
+
 @rule("batch_norm", "instance_norm", "cudnn_batch_norm", "_native_batch_norm_legit_no_training")
 def batch_norm(step: Step, x: Value, *rest: Any, **_: Any) -> Value | list[Value]:
     """Per channel; statistics over everything else, which therefore stays."""

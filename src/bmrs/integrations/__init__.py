@@ -1,0 +1,1 @@
+"""Other libraries: each module here needs the one it is named after."""

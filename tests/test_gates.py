@@ -1,0 +1,189 @@
+"""Gates on structures: where they sit, what they draw, and how they go."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bmrs
+from bmrs.gates import InputGate, OutputGate, WeightGate
+
+
+class Own(nn.Module):
+    """Multiplies by a parameter in its own code."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x):
+        return x @ self.matrix
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.grouped = nn.Conv2d(8, 12, 3, padding=1, groups=2)
+        self.norm = nn.BatchNorm2d(12)
+        self.back = nn.Conv2d(12, 8, 1, bias=False)
+        self.last = nn.BatchNorm2d(8)
+        self.transposed = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.attention = nn.MultiheadAttention(6, 3, batch_first=True)
+        self.own = Own(6, 10)
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        x = x + self.last(self.back(F.relu(self.norm(self.grouped(x)))))
+        x = F.relu(self.transposed(x)).flatten(2).transpose(1, 2)
+        x = torch.tanh(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.out(torch.tanh(self.own(x.mean(1))))
+
+
+X = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+
+
+def gated(noise="example", branches=True):
+    torch.manual_seed(0)
+    model = Residual().double()
+    structures = bmrs.structures(model, X)
+    chosen = structures.everything if branches else list(structures)
+    chosen = [s for s in chosen if not s.hidden]
+    bank = bmrs.NoiseBank.attach(model, chosen, noise, log_sigma=-1.0).double()
+    with torch.no_grad():
+        bank.mu.uniform_(-2, 0)
+        model.last.weight.uniform_(0.5, 1.5)
+    return model, bank, structures
+
+
+def test_every_kind_of_consumer_is_gated():
+    _, bank, structures = gated()
+    kinds = {type(gate) for gate in bank._consumers}
+    assert kinds == {InputGate, OutputGate, WeightGate}
+    assert "last branch" in bank.layers
+    assert {s.name for s in structures} <= set(bank.layers)
+
+
+def test_gates_multiply_what_is_consumed():
+    """Judged by hand: the columns of every consumer multiplied by the gates of its units."""
+    model, bank, structures = gated(branches=False)
+    model.eval()
+    by_hand = copy.deepcopy(model)
+    by_hand.bmrs_noise.detach()
+    tensors = dict(by_hand.named_parameters())
+    for structure in structures:
+        theta = bank.theta(structure.name)[0]
+        for name, dim in structure.consumers:
+            for unit, indices in enumerate(structure.indices((name, dim))):
+                tensors[name].data[(slice(None),) * dim + (indices,)] *= theta[unit]
+    torch.testing.assert_close(model(X), by_hand(X), rtol=0, atol=1e-12)
+    assert (model(X) - Residual().double()(X)).abs().max() > 1e-3
+
+
+def test_examples_have_gates_of_their_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+    bank = bmrs.NoiseBank.attach(model, bmrs.structures(model, torch.randn(2, 3)), log_sigma=0.0)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    got = model(x)
+    hidden = torch.tanh(model[0](x)) * bank.current()
+    torch.testing.assert_close(got, F.linear(hidden, model[2].weight, model[2].bias))
+    assert len(bank.current()) == 5
+    assert (bank.current().std(0) > 0).all()
+
+
+@pytest.mark.parametrize("noise", ["example", "batch"])
+def test_training_moves_every_gate_and_weight(noise):
+    model, bank, _ = gated(noise)
+    model.train()
+    (model(X).square().sum() + bank.kl()).backward()
+    assert (bank.mu.grad != 0).all()
+    assert (bank.log_sigma.grad != 0).all()
+    assert all(
+        p.grad is not None and bool((p.grad != 0).any())
+        for name, p in model.named_parameters()
+        if "in_proj_b" not in name
+    )
+
+
+def test_removing_closed_units_changes_nothing_and_folding_neither():
+    model, bank, structures = gated()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model.train()
+    (model(X).square().sum() + bank.kl()).backward()
+    optimizer.step()
+    model.eval()
+    for _ in range(2):
+        closing = torch.rand(bank.alive.shape) < 0.3
+        for layer in bank.layers.values():
+            closing[layer.start] = False
+        bank.remove(closing)
+        want = model(X)
+        bmrs.remove(model, {s: bank.closed(s.name) for s in structures.everything if s.name in bank.layers}, optimizer)
+        assert bank.alive.all()
+        assert len(bank.mu) == sum(s.units for s in structures.everything if s.name in bank.layers)
+        assert optimizer.state[bank.mu]["exp_avg"].shape == bank.mu.shape
+        torch.testing.assert_close(model(X), want, rtol=0, atol=1e-12)
+        model.train()
+        (model(X).square().sum() + bank.kl()).backward()
+        optimizer.step()
+        model.eval()
+    want = model(X)
+    bank.fold()
+    assert not hasattr(model, "bmrs_noise")
+    torch.testing.assert_close(model(X), want, rtol=0, atol=1e-12)
+    assert not any("bmrs_noise" in name for name in bmrs.structure.removed(model).kept)
+
+
+def test_a_gated_network_can_be_copied_and_pickled():
+    model, _, _ = gated()
+    model.eval()
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(again(X), model(X), rtol=0, atol=0)
+        assert again.bmrs_noise is not model.bmrs_noise
+
+
+def test_a_weight_is_itself_again_after_a_pass_that_fails():
+    model, _, _ = gated()
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 5, 6, 6, dtype=torch.float64))
+    assert "matrix" not in vars(model.own)
+    assert isinstance(model.own.matrix, nn.Parameter)
+
+
+def test_tied_weights_that_produce_what_they_consume_get_no_gates():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(9, 6)
+            self.hidden = nn.Linear(6, 5)
+            self.back = nn.Linear(5, 6)
+
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            x = x + self.back(torch.relu(self.hidden(x)))
+            return F.linear(x, self.embed.weight)
+
+    model = Tied()
+    structures = bmrs.structures(model, torch.randint(9, (2, 4)))
+    stream = next(s for s in structures if not s.foldable)
+    with pytest.warns(UserWarning, match="gets no gates: its weights are tied"):
+        bank = bmrs.NoiseBank.attach(model, structures)
+    assert stream.name not in bank.layers
+
+
+def test_structures_cannot_be_listed_through_gates():
+    model, _, _ = gated()
+    with pytest.raises(ValueError, match="model has gates on it"):
+        bmrs.structures(model, X)
+
+
+def test_only_gates_on_structures_can_be_folded():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    bank = bmrs.NoiseBank.attach(model, {"1": 4})
+    with pytest.raises(ValueError, match="only gates on structures can be folded"):
+        bank.fold()
