@@ -120,3 +120,75 @@ def test_the_library_needs_torch_alone():
     assert result.returncode == 1
     assert result.stderr.strip().endswith("pip install 'bmrs[demo]'")
     assert "Traceback" not in result.stderr
+
+
+NETWORK = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, tokens, scale):
+        return self.out(self.layer(self.words(tokens)).mean(1)) * scale
+
+
+def plain():
+    return nn.Sequential(nn.Linear(4, 2))
+
+
+number = 3
+"""
+
+
+class TestInspect:
+    @pytest.fixture
+    def file(self, tmp_path):
+        (tmp_path / "net.py").write_text(NETWORK)
+        return str(tmp_path / "net.py")
+
+    def inputs(self):
+        return ("--integer-input", "tokens=2x5", "--integers", "20", "--input", "scale=2x1")
+
+    def test_lists_structures_and_why_others_stay(self, file):
+        result = run("inspect", f"{file}:Net", *self.inputs())
+        assert result.exit_code == 0, result.output
+        assert re.search(r"layer.self_attn heads\s+│ head\s+│\s+2 │\s+140 │", result.output)
+        assert re.search(r"layer.linear1\s+│ neuron\s+│\s+12 │\s+17 │", result.output)
+        assert result.output.count("exact") == 2
+        assert "layer_norm over it" in result.output
+
+    def test_speaks_json(self, file):
+        result = run("inspect", f"{file}:Net", *self.inputs(), "--json", "--no-verify")
+        content = json.loads(result.output)
+        assert [s["kind"] for s in content["structures"]] == ["head", "neuron"]
+        assert content["structures"][0]["status"] == "not verified yet"
+        assert 0 < content["share"] < 1
+
+    def test_says_when_there_is_nothing(self, file):
+        assert "nothing can be removed" in run("inspect", f"{file}:plain", "--input", "2x4").output
+
+    @pytest.mark.parametrize(
+        ("arguments", "sentence"),
+        [
+            (("net.py",), "model must read my.module:make_model"),
+            (("nowhere.py:Net", "--input", "1"), "there is no Python file nowhere.py"),
+            (("no.such.module:Net", "--input", "1"), "'no.such.module' cannot be imported"),
+            (("{}:Other", "--input", "1"), "has no 'Other'"),
+            (("{}:number", "--input", "1"), "is neither a network nor something that makes one"),
+            (("{}:Net",), "--input must give the shape of at least one input"),
+            (("{}:Net", "--input", "2xa"), "--input must read as 1x3x224x224"),
+            (("{}:Net", "--input", "2x5", "--input", "a=2"), "by position for all inputs, or by name for all"),
+            (("{}:plain", "--input", "2x5"), "example_inputs do not fit the model"),
+        ],
+    )
+    def test_bad_input_gives_one_sentence(self, file, arguments, sentence):
+        result = run("inspect", *(argument.format(file) for argument in arguments))
+        assert result.exit_code == 2
+        assert sentence in result.output
+        assert "Traceback" not in result.output

@@ -167,7 +167,6 @@ class TestProgram:
             x = images(size, *shape)
             assert torch.allclose(program(x), model(x), atol=1e-6)
 
-    @pytest.mark.xfail(strict=True, reason="torch.export asks the forward of a network for its __code__")
     @torch.no_grad()
     def test_a_network_that_is_an_attention_itself(self):
         x = images(2, 5, 12)

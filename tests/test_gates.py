@@ -1,6 +1,7 @@
 """Gates on structures: where they sit, what they draw, and how they go."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -180,6 +181,19 @@ def test_structures_cannot_be_listed_through_gates():
     model, _, _ = gated()
     with pytest.raises(ValueError, match="model has gates on it"):
         bmrs.structures(model, X)
+
+
+def test_a_checkpoint_cannot_follow_a_listing_that_is_gone(tmp_path):
+    model, _, structures = gated()
+    bmrs.remove(model, {structures[0]: [0]})
+    bmrs.save(model, tmp_path / "half.safetensors")
+    model, _, structures = gated()
+    del structures
+    gc.collect()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="not on structures that still exist"):
+        bmrs.load(model, tmp_path / "half.safetensors")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_only_gates_on_structures_can_be_folded():

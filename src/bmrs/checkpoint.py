@@ -85,11 +85,13 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
                 f"{path} holds '{name}' with shape {tuple(tensor.shape)}, but this model's would have {expected}: "
                 f"build the original model with the settings it was built with when the file was saved."
             )
-    shrinks = record != removed(model)
-    apply(model, record)
     gates = model._modules.get(MODULE_NAME)
-    if isinstance(gates, NoiseBank) and shrinks:
-        gates.adopt(record)
+    follower = gates if isinstance(gates, NoiseBank) and record != removed(model) else None
+    if follower is not None:
+        follower.check_followed()
+    apply(model, record)
+    if follower is not None:
+        follower.adopt(record)
     with torch.no_grad():
         for name, tensor in _kept_tensors(model).items():
             tensor.copy_(tensors[name])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from bmrs.checkpoint import unwrapped
-from bmrs.structure.capture import ExampleInputs, arguments, first_line, mode, no_fast_path, quiet
+from bmrs.structure.capture import ExampleInputs, arguments, first_line, mode, no_cache, no_fast_path, quiet
 
 
 def export_program(
@@ -35,7 +35,7 @@ def export_program(
     if dynamic_batch:
         args, kwargs = _at_least_two((args, kwargs))
         shapes = _open_batch(model, args, kwargs)
-    with mode(model, training=False), no_fast_path(), _silence():
+    with mode(model, training=False), no_fast_path(), no_cache(model), _silence():
         try:
             return torch.export.export(model, args, kwargs or None, dynamic_shapes=shapes, strict=False)
         except Exception as problem:

@@ -185,13 +185,19 @@ class NoiseBank(nn.Module):
             record.shapes[f"{MODULE_NAME}.{name}"] = [self._whole]
             record.kept[f"{MODULE_NAME}.{name}"] = {0: kept}
 
-    def adopt(self, record: Removed) -> None:
-        """Place the gates anew after the network and this bank's tensors were brought to a record."""
+    def check_followed(self) -> Structures:
+        """The listing whose structures these gates are on; an error where there is none to go by."""
         owner = self._owner() if self._owner is not None else None
         if owner is None:
             raise ValueError(
-                "the structures the gates were attached to are gone: keep bmrs.structures(model, ...) alive."
+                "the gates on the model are not on structures that still exist: attach them to "
+                "structures = bmrs.structures(model, ...) and keep that listing."
             )
+        return owner
+
+    def adopt(self, record: Removed) -> None:
+        """Place the gates anew after the network and this bank's tensors were brought to a record."""
+        owner = self.check_followed()
         owner.adopt(record)
         self._follow([structure for structure in owner.everything if structure.name in self.layers])
 

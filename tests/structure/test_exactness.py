@@ -400,6 +400,22 @@ class TestRealArchitectures:
             if isinstance(a, torch.Tensor):
                 torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
 
+    def test_a_decoder_with_its_cache_goes_on_generating(self):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=50)).eval()
+        tokens = torch.randint(50, (2, 7))
+        structures = bmrs.structures(model, tokens)
+        assert model.config.use_cache
+        chosen = some(structures)
+        quiet = silenced(model, chosen)
+        bmrs.remove(model, chosen)
+        mask = torch.ones_like(tokens)
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+        assert torch.equal(model.generate(tokens, **options), quiet.generate(tokens, **options))
+
     def test_a_resnet_50_shows_no_trace_of_it(self, tmp_path):
         from transformers import ResNetConfig, ResNetForImageClassification
 

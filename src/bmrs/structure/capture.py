@@ -57,6 +57,20 @@ def no_fast_path() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_cache(model: nn.Module) -> Iterator[None]:
+    """Hugging Face decoders return a key-value cache unless told otherwise, and torch.export takes no such object."""
+    held: list[Any] = [module.__dict__.get("config") for module in model.modules()]
+    configs = {id(config): config for config in held if getattr(config, "use_cache", False) is True}
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """What torch.export logs on a failure is said again, shorter, by the exception; its warnings are its own affair."""
     before = logging.root.manager.disable
@@ -72,7 +86,10 @@ def quiet() -> Iterator[None]:
 def capture(model: nn.Module, example_inputs: ExampleInputs, *, training: bool = False) -> Captured:
     """The graph of one forward pass on these inputs."""
     args, kwargs = arguments(example_inputs)
-    with mode(model, training), no_fast_path(), quiet(), torch.enable_grad(), torch.random.fork_rng(enabled=True):
+    settings = mode(model, training), no_fast_path(), no_cache(model), quiet()
+    with contextlib.ExitStack() as stack, torch.enable_grad(), torch.random.fork_rng():
+        for setting in settings:
+            stack.enter_context(setting)
         try:
             program = torch.export.export(model, args, kwargs, strict=False)
         except Exception as problem:

@@ -184,6 +184,8 @@ class MendedForward:
         with Reshaping(self.corrections):
             return type(self.module).forward(self.module, *args, **kwargs)
 
+    __code__ = __call__.__code__  # torch.export looks for it on the forward of the model it is given
+
 
 def correct_sizes(model: nn.Module, path: str, corrections: tuple[Correction, ...]) -> None:
     """From now on the module at ``path`` runs with these corrections."""

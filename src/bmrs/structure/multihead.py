@@ -68,6 +68,8 @@ class MultiheadForward:
             out = out.transpose(0, 1)
         return (out if batched else out.squeeze(0 if module.batch_first else 1)), weights
 
+    __code__ = __call__.__code__  # torch.export looks for it on the forward of the model it is given
+
     def _projected(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         module = self.module
         biases: Any = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
