@@ -307,6 +307,18 @@ class TestWhatCannotBeProved:
             bank = bmrs.NoiseBank.attach(model, bmrs.structures(model, torch.randn(3, 4)))
         assert list(bank.layers) == ["b", "c"]
 
+    def test_nothing_is_proved_by_an_output_that_does_not_depend_on_it(self):
+        class Unused(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(4, 3)
+
+            def forward(self, x):
+                return self.c(x) + torch.relu(self.b(torch.relu(self.a(x))).detach() * 0)
+
+        structures = bmrs.structures(Unused(), torch.randn(3, 4)).verify()
+        assert structures["a"].status == "kept: the output does not depend on it, so nothing is proved"
+
     def test_an_unknown_operation_freezes_what_it_touches(self):
         class Sorts(nn.Module):
             def __init__(self):

@@ -179,4 +179,4 @@ def _note_request(node: torch.fx.Node, args: Any, made: Any, facts: Facts) -> No
         return
     requests = facts.requests.setdefault(module_of(node), {})
     for position, dim in enumerate(dims):
-        requests.setdefault((kind, len(dims), position), []).append(dim)
+        requests.setdefault((kind, len(args[0].shape), len(dims), position), []).append(dim)

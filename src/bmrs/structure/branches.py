@@ -95,6 +95,9 @@ class Widen:
     def __init__(self, dim: int, size: int) -> None:
         self.dim, self.size = dim, size
 
+    def __repr__(self) -> str:
+        return f"Widen(dim={self.dim}, size={self.size})"
+
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """As a forward hook."""
         shape = list(output.shape)

@@ -32,7 +32,7 @@ class Findings:
     heads: dict[int, str]
     groups: dict[str, list[Label]]  # per module its groups
     sizes: dict[str, list[list[Label]]]  # per module the labelled dimensions it handles
-    requests: dict[str, dict[tuple[str, int, int], Request]]
+    requests: dict[str, dict[tuple[str, int, int, int], Request]]
     work: list[tuple[int, list[list[Label]]]]
     frozen: dict[Place, tuple[int, str]]  # size and reason
     unknown: dict[str, str]

@@ -22,7 +22,10 @@ from bmrs.structure.multihead import MultiheadForward
 
 @dataclass(frozen=True)
 class Correction:
-    """Where a request of this kind with ``count`` numbers says ``old`` at ``position``, ``new`` is meant."""
+    """Where a request of this kind with ``count`` numbers says ``old`` at ``position``, ``new`` is meant.
+
+    ``dims``: of the tensor it is asked of; 0 for any.
+    """
 
     kind: str
     count: int
@@ -30,6 +33,7 @@ class Correction:
     old: int
     new: int
     sure: bool
+    dims: int = 0
 
 
 class Reshaping(TorchFunctionMode):
@@ -73,9 +77,11 @@ def split_form(dim: int, dims: int) -> str:
     return f"split along {dim if dim < 0 else dim - dims}"
 
 
-def _corrected(kind: str, sizes: list[int], total: int, corrections: tuple[Correction, ...]) -> list[int] | None:
+def _corrected(
+    kind: str, sizes: list[int], total: int, dims: int, corrections: tuple[Correction, ...]
+) -> list[int] | None:
     """The sizes whose product is the total; None if those asked for will do or nothing fits."""
-    own = [c for c in corrections if c.kind == form(kind, sizes) and c.count == len(sizes)]
+    own = [c for c in corrections if c.kind == form(kind, sizes) and c.count == len(sizes) and c.dims in (0, dims)]
     if -1 in sizes:
         return _corrected_open(sizes, total, own)
     if prod(sizes) == total:
@@ -120,14 +126,14 @@ def _sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int] | None
 
 def _view(corrections: tuple[Correction, ...], x: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
     sizes = _sizes(args, kwargs)
-    changed = None if sizes is None else _corrected("view", sizes, x.numel(), corrections)
+    changed = None if sizes is None else _corrected("view", sizes, x.numel(), x.dim(), corrections)
     return (args, kwargs) if changed is None else ((tuple(changed),), {})
 
 
 def _unflatten(corrections: tuple[Correction, ...], x: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
     dim = args[0] if args else kwargs["dim"]
     sizes = args[1] if len(args) > 1 else kwargs["sizes"]
-    changed = _corrected("unflatten", list(sizes), x.shape[dim], corrections)
+    changed = _corrected("unflatten", list(sizes), x.shape[dim], x.dim(), corrections)
     return (args, kwargs) if changed is None else ((dim, tuple(changed)), {})
 
 

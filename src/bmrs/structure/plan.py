@@ -62,17 +62,18 @@ def _widened(before: Any, dim: int, size: int, at: list[int]) -> tuple[int, int,
 def _mend(owner: Structures, gone: set[int], now: Removed, path: str, module: nn.Module, mend: Mend) -> None:
     findings = owner.findings
     if mend.attribute is None:
-        base = {(c.kind, c.count, c.position, c.new): c for c in owner.base.corrections.get(path, [])}
+        base = {(c.kind, c.dims, c.count, c.position, c.new): c for c in owner.base.corrections.get(path, [])}
         corrections = dict(base)
-        for (kind, count, position), request in findings.requests.get(path, {}).items():
+        for (kind, dims, count, position), request in findings.requests.get(path, {}).items():
             for labels in request.dims:
                 if "open" in kind and len(set(labels)) < len(labels):
                     continue  # examples are merged into it: no number says what is meant
                 size, left = len(labels), alive(labels, gone)
-                if left < size or (kind, count, position, size) in base:
-                    before = base.get((kind, count, position, size))
-                    made = Correction(kind, count, position, before.old if before else size, left, request.sure)
-                    corrections[kind, count, position, size] = made
+                before = base.get((kind, dims, count, position, size))
+                if left < size or before is not None:
+                    old = before.old if before else size
+                    made = Correction(kind, count, position, old, left, request.sure, dims)
+                    corrections[kind, dims, count, position, size] = made
         if corrections or _shrinks(findings.sizes.get(path, []), gone):
             now.corrections[path] = list(corrections.values())
         return

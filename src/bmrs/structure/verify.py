@@ -82,7 +82,7 @@ class Trial:
             drop_caches(owner.model)
             randomise(owner.model)
             scale_consumers(owner, theta)
-            inputs, gated = self._reference(training, dtype)
+            inputs, gated = self.reference(training, dtype)
             try:
                 apply(owner.model, record(owner, owner.gone | gone, mends))
                 reduced = outputs(owner.model, inputs, training=training)
@@ -92,7 +92,7 @@ class Trial:
         self.problem = "the smaller network computes something else"
         return difference(gated, reduced)
 
-    def _reference(self, training: bool, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
+    def reference(self, training: bool, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
         """Inputs the network takes, for twice the examples if it can, and its outputs."""
         known = self._inputs.get((training, dtype))
         for twice in (True, False):
@@ -139,8 +139,43 @@ def prove(owner: Structures, structures: list[Structure]) -> None:
     trial = Trial(owner)
     if not _holds(owner, trial, pending):
         pending = _isolate(owner, trial, pending)
+    unseen = _unseen(owner, trial, pending)
     for structure in pending:
-        owner.status[structure] = "exact"
+        owner.status[structure] = (
+            "kept: the output does not depend on it, so nothing is proved" if structure in unseen else "exact"
+        )
+
+
+def _unseen(owner: Structures, trial: Trial, structures: list[Structure]) -> set[Structure]:
+    """Structures no output depends on, in either mode: for them any removal would seem exact.
+
+    One backward pass tells: a gate's derivative is the sum of its columns' weights times their derivatives.
+    """
+    unseen, judged = set(structures), False
+    for training in (False, True):
+        # A network without derivatives is not judged by them.
+        with contextlib.suppress(Exception), sandbox(owner.model, torch.float32), paused(owner), torch.enable_grad():
+            drop_caches(owner.model)
+            randomise(owner.model)
+            tensors = dict(named_tensors(owner.model))
+            places = list(dict.fromkeys(place for structure in structures for place in structure.consumers))
+            weights = [tensors[name].requires_grad_() for name, _ in places]
+            _, made = trial.reference(training, torch.float32)
+            total = torch.stack([(one * _mixed(one)).sum() for one in made if one.requires_grad]).sum()
+            slopes = torch.autograd.grad(total, weights, allow_unused=True)
+            judged = True
+            for (name, dim), weight, slope in zip(places, weights, slopes, strict=True):
+                if slope is not None:
+                    seen = (weight * slope).detach().movedim(dim, 0).reshape(weight.shape[dim], -1).abs().sum(1) > 0
+                    columns = [label for label in owner.findings.places[name, dim] if owner.gone.isdisjoint(label)]
+                    moving = {v for label, moves in zip(columns, seen.tolist(), strict=True) if moves for v in label}
+                    unseen = {s for s in unseen if moving.isdisjoint(s.variables)}
+    return unseen if judged else set()
+
+
+def _mixed(like: Tensor) -> Tensor:
+    """Random factors, so that outputs that always add up to the same number still show what moves them."""
+    return torch.rand(like.shape, generator=torch.Generator().manual_seed(5)).to(like)
 
 
 def _holds(owner: Structures, trial: Trial, structures: list[Structure]) -> bool:

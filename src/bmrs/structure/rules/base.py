@@ -47,8 +47,9 @@ class Facts:
     unknown: dict[str, str] = field(default_factory=dict)  # operation without a rule → where it was met
     # Module → the labelled dimensions it handles, by identity.
     sizes: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
-    # Module → sizes it asks for: (kind of request, how many numbers it has, which of them) → dimensions found there.
-    requests: dict[str, dict[tuple[str, int, int], list[Dim]]] = field(default_factory=dict)
+    # Module → sizes it asks for: (kind of request, dimensions of the tensor asked, how many numbers, which of them) →
+    # dimensions found there.
+    requests: dict[str, dict[tuple[str, int, int, int], list[Dim]]] = field(default_factory=dict)
     # Parameter dimensions whose indices become indices of an activation.
     producers: set[Place] = field(default_factory=set)
     # Products of tensors: multiply-adds, and the labelled dimensions they run over.
