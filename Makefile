@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench clean
+.PHONY: demo test bench coverage clean
 
 demo: .venv/installed
 	$(BIN)/bmrs demo
@@ -15,6 +15,11 @@ test: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/scores.py
+
+# The zoo's libraries without what they depend on: torchvision and timm ask for builds of torch that are not needed.
+coverage: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps torchvision timm torch-pruning
+	$(BIN)/python -m benchmarks.coverage
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -137,7 +137,7 @@ def inspect(
         inputs = example_inputs(shapes or [], integer_shapes or [], integers)
         found = bmrs.structures(network, inputs)
         if verify:
-            with console.status("proving that removal is exact ..."):
+            with Console(stderr=True).status("proving that removal is exact ..."):
                 found.verify()
     except (ValueError, TypeError, RuntimeError, ImportError) as wrong:
         _fail(str(wrong))

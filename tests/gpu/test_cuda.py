@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from scipy import stats
 
 import bmrs
@@ -90,3 +91,25 @@ def test_a_gated_network_trains_and_prunes(noise):
     assert network.conv1.weight.is_cuda
     assert {structure.name: structure.units for structure in structures} == left
     torch.testing.assert_close(network(images), want, rtol=0, atol=1e-10)
+
+
+def test_structures_are_found_proved_and_removed_on_the_gpu():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, dropout=0.0)
+    model = nn.Sequential(nn.Linear(8, 32), layer, nn.Linear(32, 3)).cuda().double().eval()
+    x = torch.randn(2, 5, 8, device="cuda", dtype=torch.float64)
+    structures = bmrs.structures(model, x)
+    bank = bmrs.NoiseBank.attach(model, [*structures, *structures.branches]).double()
+    with torch.no_grad():
+        bank.mu.uniform_(-3, 0)
+    closing = torch.rand(bank.alive.shape, device="cuda") < 0.4
+    for part in bank.layers.values():
+        closing[part.start] = False
+    bank.remove(closing)
+    with torch.no_grad():
+        want = model(x)
+        bmrs.remove(model, {s: bank.closed(s.name) for s in structures.everything if s.name in bank.layers})
+        torch.testing.assert_close(model(x), want, rtol=0, atol=1e-12)
+        bank.fold()
+        torch.testing.assert_close(model(x), want, rtol=0, atol=1e-12)
+    assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
