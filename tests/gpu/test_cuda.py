@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from scipy import stats
+from torch import nn
 
 import bmrs
 from bmrs import TruncatedLogNormal, evidence
