@@ -35,7 +35,7 @@ def smallest(structure: bmrs.Structure, model: nn.Module, fraction: float) -> li
     norms = torch.zeros(structure.units)
     for name, dim in structure.places:
         if (name, dim) not in structure.consumers and name in tensors and tensors[name].dim() > 1:
-            rows = tensors[name].detach().movedim(dim, 0).flatten(1).square().sum(1)
+            rows = tensors[name].detach().cpu().movedim(dim, 0).flatten(1).square().sum(1)
             norms += torch.stack([rows[indices].sum() for indices in structure.indices((name, dim))])
     return norms.argsort()[: round(fraction * structure.units)].tolist()
 
