@@ -177,6 +177,32 @@ def test_tied_weights_that_produce_what_they_consume_get_no_gates():
     assert stream.name not in bank.layers
 
 
+def test_a_layer_used_twice_has_its_gates_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(3, 5)
+            self.second = nn.Linear(5, 5)
+            self.again = self.second
+            self.other = nn.Linear(5, 2)
+            self.tied = nn.Linear(5, 2)
+            self.tied.weight = self.other.weight
+
+        def forward(self, x):
+            y = torch.tanh(self.again(torch.tanh(self.second(torch.tanh(self.first(x))))))
+            return self.other(y) + self.tied(y)
+
+    model = Twice().double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    bank = bmrs.NoiseBank.attach(model, bmrs.structures(model, x)).double()
+    with torch.no_grad():
+        bank.mu.uniform_(-2, 0)
+    model.eval()
+    want = model(x)
+    bank.fold()
+    torch.testing.assert_close(model(x), want, rtol=0, atol=1e-12)
+
+
 def test_structures_cannot_be_listed_through_gates():
     model, _, _ = gated()
     with pytest.raises(ValueError, match="model has gates on it"):

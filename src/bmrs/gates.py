@@ -134,6 +134,7 @@ def consumer_gates(
     for name, first in canonical_names(model).items():
         names.setdefault(first, []).append(name)
     gates: list[ConsumerGate] = []
+    seen: set[tuple[int, str, int]] = set()
     for place in dict.fromkeys(place for structure in structures for place in structure.consumers):
         first, dim = place
         rows = []
@@ -147,8 +148,9 @@ def consumer_gates(
         for name in names[first]:  # a tied weight is consumed under each of its names
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
-            if isinstance(module, nn.Embedding):
-                continue
+            if isinstance(module, nn.Embedding) or (id(module), leaf, dim) in seen:
+                continue  # looked up, not summed over; or one module under two names
+            seen.add((id(module), leaf, dim))
             if branch is not None:
                 kind: type[ConsumerGate] = OutputGate
             else:

@@ -162,8 +162,11 @@ class NoiseBank(nn.Module):
         if not self._consumers:
             raise ValueError("only gates on structures can be folded: attach the bank to bmrs.structures(model, ...).")
         theta = self.mean()[None].detach()
+        folded = set()
         for gate in self._consumers:
-            gate.fold(theta)
+            if (id(gate.weight), gate.dim) not in folded:  # a weight of two modules is gated in both, and folded once
+                gate.fold(theta)
+                folded.add((id(gate.weight), gate.dim))
         self.detach()
 
     @torch.no_grad()

@@ -360,6 +360,11 @@ def test_bad_input_gives_one_sentence():
         (lambda: bmrs.remove(model, {structures[0]: [-1]}), ValueError, "must be between 0 and 5"),
         (lambda: bmrs.remove(model, {other[0]: [1]}), ValueError, "belongs to another model"),
         (lambda: bmrs.remove(model, {"0": [1]}), TypeError, "units must map structures to indices"),
+        (
+            lambda: bmrs.remove(model, {structures[0]: [1]}, torch.optim.LBFGS(model.parameters())),
+            ValueError,
+            "which LBFGS does not",
+        ),
         (lambda: structures["x"], KeyError, "no structure is called 'x'"),
         (lambda: bmrs.NoiseBank.attach(model, []), ValueError, "holds no structure that can have gates"),
     ]

@@ -129,7 +129,7 @@ def _by_rule(step: Step, args: Any, kwargs: Any) -> list[Value]:
         raise _NoRuleError
     try:
         made = rule(step, *args, **kwargs)
-    except (AssertionError, IndexError, TypeError, ValueError, AttributeError) as wrong:
+    except Exception as wrong:
         # A form of the operation the rule was not written for. What it tied by then is too much, never too little.
         raise _NoRuleError from wrong
     results = made if isinstance(made, list) else [made]

@@ -45,6 +45,12 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = was
 
 
+def forked_rng(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Random numbers drawn inside are not missed outside, on the CPU and where the model is."""
+    devices = {tensor.device.index for _, tensor in named_tensors(model) if tensor.is_cuda}
+    return torch.random.fork_rng(devices=sorted(devices))
+
+
 @contextlib.contextmanager
 def no_fast_path() -> Iterator[None]:
     """nn.MultiheadAttention and nn.TransformerEncoderLayer hide all they do in one operation when they can."""
@@ -87,7 +93,7 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, *, training: bool =
     """The graph of one forward pass on these inputs."""
     args, kwargs = arguments(example_inputs)
     settings = mode(model, training), no_fast_path(), no_cache(model), quiet()
-    with contextlib.ExitStack() as stack, torch.enable_grad(), torch.random.fork_rng():
+    with contextlib.ExitStack() as stack, torch.enable_grad(), forked_rng(model):
         for setting in settings:
             stack.enter_context(setting)
         try:

@@ -1,4 +1,4 @@
-"""From labels to structures: what can be removed, where it sits, what it costs, and what it is called."""
+"""From labels to findings: which variables sit on which dimensions, and what is known of them."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Request:
 
 @dataclass
 class Findings:
-    """Everything known of a network's dimensions; shrinks with the network."""
+    """Everything known of a network's dimensions, as it was when it was listed."""
 
     places: dict[Place, list[Label]]  # only dimensions with something free
     consumed: dict[Place, set[int]]  # variables whose gates belong on this dimension
@@ -34,7 +34,7 @@ class Findings:
     sizes: dict[str, list[list[Label]]]  # per module the labelled dimensions it handles
     requests: dict[str, dict[tuple[str, int, int, int], Request]]
     work: list[tuple[int, list[list[Label]]]]
-    frozen: dict[Place, tuple[int, str]]  # size and reason
+    frozen: dict[Place, str]  # and why
     unknown: dict[str, str]
     notes: list[str] = field(default_factory=list)
     branches: dict[Branch, tuple[int, ...]] = field(default_factory=dict)  # variables of their rows
@@ -90,7 +90,7 @@ def _add_branches(findings: Findings, facts: Facts, values: dict[str, Value], br
 def _findings(facts: Facts, values: dict[str, Value], work: list[tuple[int, tuple[tuple[int, ...], ...]]]) -> Findings:
     labels = facts.labels
     places: dict[Place, list[Label]] = {}
-    frozen: dict[Place, tuple[int, str]] = {}
+    frozen: dict[Place, str] = {}
     for name, value in values.items():
         for d, dim in enumerate(value.dims):
             if isinstance(dim, str):
@@ -100,7 +100,7 @@ def _findings(facts: Facts, values: dict[str, Value], work: list[tuple[int, tupl
                 places[name, d] = own
             else:
                 reasons = (labels.reason(label) for label in dim)
-                frozen[name, d] = (len(dim), next(filter(None, reasons), ""))
+                frozen[name, d] = next(filter(None, reasons), "")
     consumed: dict[Place, set[int]] = defaultdict(set)
     for consumer in facts.consumers:
         consumed[consumer.weight].update(*(labels.resolve(label) for label in consumer.labels))

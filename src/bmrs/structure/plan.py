@@ -34,15 +34,12 @@ def record(owner: Structures, gone: set[int], mends: set[Mend]) -> Removed:
         if is_builtin(owner.model.get_submodule(path)) and alive(groups, gone) < len(groups):
             now.groups[path] = alive(groups, gone)
     for branch, variables in findings.branches.items():
-        if branch.path in base.widened or not gone.isdisjoint(variables):
+        if not gone.isdisjoint(variables):
             # Present indices of the stream, and which of them this branch still computes.
-            stream = [
-                own
-                for own, label in zip(variables, findings.streams[branch.path], strict=True)
-                if gone.isdisjoint(label)
-            ]
+            labels = findings.streams[branch.path]
+            stream = [own for own, label in zip(variables, labels, strict=True) if gone.isdisjoint(label)]
             at = [index for index, own in enumerate(stream) if own not in gone]
-            now.widened[branch.path] = _widened(base.widened.get(branch.path), branch.dim, len(stream), at)
+            now.widened[branch.path] = (branch.dim, len(stream), at)
     if mends:
         for path in findings.sizes:
             module = owner.model.get_submodule(path)
@@ -50,13 +47,6 @@ def record(owner: Structures, gone: set[int], mends: set[Mend]) -> Removed:
                 if mend.cls is type(module):
                     _mend(owner, gone, now, path, module, mend)
     return now
-
-
-def _widened(before: Any, dim: int, size: int, at: list[int]) -> tuple[int, int, list[int]]:
-    """A branch that was narrow already names the indices of its stream, not its own."""
-    if before is None:
-        return dim, size, at
-    return before[0], before[1], [before[2][index] for index in at]
 
 
 def _mend(owner: Structures, gone: set[int], now: Removed, path: str, module: nn.Module, mend: Mend) -> None:

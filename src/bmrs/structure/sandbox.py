@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from bmrs.structure.capture import arguments, mode, named_tensors
+from bmrs.structure.capture import arguments, forked_rng, mode, named_tensors
 from bmrs.structure.structures import Structures
 
 
@@ -94,11 +94,11 @@ class _OnTrial(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _same_chance() -> Iterator[None]:
+def _same_chance(model: nn.Module) -> Iterator[None]:
     """The same random numbers each time, whoever draws them, and nobody else's disturbed."""
     numpy = sys.modules.get("numpy")
     plain, array = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng():
+    with forked_rng(model):
         torch.manual_seed(0)
         random.seed(0)
         if numpy:
@@ -114,7 +114,7 @@ def _same_chance() -> Iterator[None]:
 def outputs(model: nn.Module, inputs: Any, *, training: bool) -> list[Tensor]:
     """All tensors a call returns, with the same random numbers each time."""
     args, kwargs = arguments(inputs)
-    with mode(model, training), _same_chance(), _OnTrial():
+    with mode(model, training), _same_chance(model), _OnTrial():
         made = model(*args, **kwargs)
     return [tensor for tensor in _pytree.tree_leaves(made) if isinstance(tensor, Tensor)]
 

@@ -195,7 +195,7 @@ class Structures(Sequence[Structure]):
     def frozen(self) -> dict[str, list[str]]:
         """Why dimensions stay whole: reason → the parameter dimensions it holds for."""
         reasons: dict[str, list[str]] = defaultdict(list)
-        for (name, dim), (_, reason) in self.findings.frozen.items():
+        for (name, dim), reason in self.findings.frozen.items():
             reasons[reason].append(f"{name}:{dim}")
         return dict(reasons)
 

@@ -17,6 +17,10 @@ def remove_units(
     model: nn.Module, units: Mapping[Structure, Iterable[int]], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """See :func:`bmrs.remove`."""
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "optimizer must keep its state per parameter, which LBFGS does not: build it anew after removing."
+        )
     chosen = {structure: _checked(structure, model, indices) for structure, indices in units.items()}
     chosen = {structure: indices for structure, indices in chosen.items() if indices}
     if not chosen:

@@ -36,7 +36,6 @@ class Trial:
         self.owner = owner
         self.problem = ""
         self._inputs: dict[Any, Any] = {}
-        self._dtypes: tuple[torch.dtype | None, ...] = (torch.float64, torch.float32, None)
 
     def gates(self, structures: Sequence[Structure], draw: int = 0) -> tuple[dict[int, float], set[int]]:
         """θ per variable, and those that are zero. Fractions are unequal, so that no two widths agree by chance."""

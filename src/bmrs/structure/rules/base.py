@@ -30,8 +30,6 @@ class Consumer:
 
     weight: Place
     labels: tuple[int, ...]
-    module: str
-    operation: str
 
 
 @dataclass

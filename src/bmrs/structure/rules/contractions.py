@@ -21,7 +21,7 @@ def consume(step: Step, x: Dim, weight: Value, dim: int) -> None:
         return
     if not isinstance(labels, str):
         for place in weight.origin[dim]:
-            step.facts.consumers.append(Consumer(place, labels, step.module, step.operation))
+            step.facts.consumers.append(Consumer(place, labels))
 
 
 def sum_over(step: Step, first: Value, i: int, second: Value, j: int) -> None:
@@ -227,5 +227,5 @@ def _grouped(step: Step, x: Value, at: int, weight: Value, groups: int, *, trans
             labels.freeze(summed, step.because("summed with weights that are computed from parameters"))
         elif not isinstance(summed, str):
             for place in origin:
-                step.facts.consumers.append(Consumer(place, summed, step.module, step.operation))
+                step.facts.consumers.append(Consumer(place, summed))
     return result
