@@ -114,6 +114,7 @@ def test_training_moves_every_gate_and_weight(noise):
 def test_removing_closed_units_changes_nothing_and_folding_neither():
     model, bank, structures = gated()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    units = len(bank.mu)
     model.train()
     (model(X).square().sum() + bank.kl()).backward()
     optimizer.step()
@@ -129,6 +130,8 @@ def test_removing_closed_units_changes_nothing_and_folding_neither():
         assert len(bank.mu) == sum(s.units for s in structures.everything if s.name in bank.layers)
         assert optimizer.state[bank.mu]["exp_avg"].shape == bank.mu.shape
         torch.testing.assert_close(model(X), want, rtol=0, atol=1e-12)
+        # The pressure on a unit does not grow when others go.
+        torch.testing.assert_close(bank.kl(), bank.posterior().kl().sum() / units)
         model.train()
         (model(X).square().sum() + bank.kl()).backward()
         optimizer.step()

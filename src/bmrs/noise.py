@@ -228,11 +228,12 @@ class NoiseBank(nn.Module):
     def kl(self, prices: Tensor | None = None) -> Tensor:
         """Σᵢ priceᵢ·KLᵢ over the units still there, to be added to a mean loss.
 
-        Without prices every unit pays alike, 1/(all units): the price "uniform" of :mod:`bmrs.price`.
+        Without prices every unit pays alike, 1/(all units there were at first): the price "uniform" of
+        :mod:`bmrs.price`.
         """
         kl = self.posterior().kl()
         if prices is None:
-            kl = kl / kl.numel()
+            kl = kl / self._whole
         else:
             _checks.same_shape(prices, "prices", kl, "the gates")
             kl = kl * prices.to(kl)
