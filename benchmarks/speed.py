@@ -63,14 +63,16 @@ def _wait(x: torch.Tensor) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--fractions", type=float, nargs="+", default=[0.2, 0.4, 0.6])
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.25, 0.4, 0.5])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--channels-last", action="store_true", help="both networks and the images in channels-last")
     parser.add_argument("--out", type=Path, default=Path("results/speed"))
     options = parser.parse_args()
-    whole = load(options.weights).to(options.device)
+    layout = torch.channels_last if options.channels_last else torch.contiguous_format
+    whole = load(options.weights).to(options.device, memory_format=layout)
     one = torch.randn(1, 3, options.size, options.size, device=options.device)
     rows: list[dict[str, Any]] = []
     for fraction in options.fractions:
@@ -80,7 +82,7 @@ def main() -> None:
         work = [bmrs.cost.multiply_adds(model, one) for model in (whole, small)]
         size = [bmrs.cost.parameters(model) for model in (whole, small)]
         for batch in options.batches:
-            x = torch.randn(batch, 3, options.size, options.size, device=options.device)
+            x = torch.randn(batch, 3, options.size, options.size, device=options.device).to(memory_format=layout)
             full, less = race(whole, small, x, options.rounds)
             rows.append(
                 {
