@@ -1,15 +1,19 @@
 """A network as one flat graph of ATen operations, with shapes, parameter names and the module each came from."""
 
 import contextlib
+import io
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import transformer as _transformer
 
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -53,13 +57,17 @@ def forked_rng(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def no_fast_path() -> Iterator[None]:
-    """nn.MultiheadAttention and nn.TransformerEncoderLayer hide all they do in one operation when they can."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
+    """torch's transformer layers hide all they do in one operation when they can, and look at the numbers in a mask to
+    see whether they can: neither can be captured, and neither changes what is computed.
+    """
+    enabled, looked = torch.backends.mha.get_fastpath_enabled(), _transformer._detect_is_causal_mask
     torch.backends.mha.set_fastpath_enabled(False)
+    _transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+        _transformer._detect_is_causal_mask = looked
 
 
 @contextlib.contextmanager
@@ -78,11 +86,11 @@ def no_cache(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """What torch.export logs on a failure is said again, shorter, by the exception; its warnings are its own affair."""
+    """What torch.export logs and prints on a failure is said again, shorter, by the exception."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -128,8 +136,9 @@ def _explained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
             f"example_inputs do not fit the model, which fails on them ({first_line(failed)}): give a tensor, a tuple "
             f"of positional arguments or a dict of keyword arguments the model takes, on its device."
         )
-    where = re.search(r"([\w./-]+\.py:\d+ in \w+(?:, code: [^\n]*)?)", str(problem))
-    at = f" at {where.group(1).strip()}" if where else ""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [f for f in traceback.extract_tb(problem.__traceback__) if not f.filename.startswith(own)]
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}, '{frames[-1].line}'," if frames else ""
     return CannotCaptureError(
         f"the model cannot be captured by torch.export{at} ({first_line(problem)}): replace what depends on the "
         f"numbers in a tensor (an if, .item(), .tolist(), a Python loop over values), or list the part of the "
