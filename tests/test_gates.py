@@ -206,6 +206,14 @@ def test_a_layer_used_twice_has_its_gates_once():
     torch.testing.assert_close(model(x), want, rtol=0, atol=1e-12)
 
 
+def test_the_listing_can_be_read_with_gates_on():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    structures = bmrs.structures(model, torch.randn(2, 3))
+    bmrs.NoiseBank.attach(model, structures)
+    assert structures.parameters == 3 * 4 + 4 + 4 * 2 + 2
+    assert "1 structure holds 92.3% of 26 parameters" in structures.table()
+
+
 def test_structures_cannot_be_listed_through_gates():
     model, _, _ = gated()
     with pytest.raises(ValueError, match="model has gates on it"):

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bmrs.noise import MODULE_NAME, NoiseBank
+from bmrs.noise import NoiseBank
 from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.mend import integers_of
-from bmrs.structure.remove import Removed, apply, removed
+from bmrs.structure.remove import GATES, Removed, apply, removed
 
 _KEY = "bmrs"
 _SUM = "bmrs_checksum"
@@ -68,7 +68,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     tensors, content = _read(Path(path))
     present = _kept_tensors(model)
     missing, foreign = sorted(present.keys() - tensors.keys()), sorted(tensors.keys() - present.keys())
-    if any(name.startswith(MODULE_NAME) for name in foreign):
+    if any(name.startswith(GATES) for name in foreign):
         raise ValueError(
             f"{path} holds gates: attach them to the model first, as before it was saved, with NoiseBank.attach."
         )
@@ -85,7 +85,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
                 f"{path} holds '{name}' with shape {tuple(tensor.shape)}, but this model's would have {expected}: "
                 f"build the original model with the settings it was built with when the file was saved."
             )
-    gates = model._modules.get(MODULE_NAME)
+    gates = model._modules.get(GATES)
     follower = gates if isinstance(gates, NoiseBank) and record != removed(model) else None
     if follower is not None:
         follower.check_followed()
@@ -114,7 +114,7 @@ def _class_name(model: nn.Module) -> str:
 
 
 def _kept_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a state dict has, each tensor once, plus nothing: buffers that are not persistent are made by the model."""
+    """What a state dict has, each tensor once. Buffers that are not persistent are made by the model."""
     first = canonical_names(model)
     saved = set(model.state_dict(keep_vars=True))
     return {name: tensor for name, tensor in named_tensors(model) if first[name] == name and _saved(name, first, saved)}

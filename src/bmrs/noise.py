@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from bmrs import _checks
 from bmrs.gates import ConsumerGate, InputGate, OutputGate, WeightGate, consumer_gates
 from bmrs.posterior import LOG_A, LOG_B, TruncatedLogNormal
-from bmrs.structure.remove import Removed, removed, resize
+from bmrs.structure.remove import GATES, Removed, removed, resize
 from bmrs.structure.structures import Structure, Structures
 
 Noise = Literal["example", "batch"]
-MODULE_NAME = "bmrs_noise"
 _PER_UNIT = ("mu", "log_sigma", "alive")
 
 
@@ -95,8 +94,8 @@ class NoiseBank(nn.Module):
         are verified first; those whose units cannot be removed exactly get no gates, and a warning says so.
         """
         modules = dict(model.named_modules())
-        if MODULE_NAME in modules:
-            raise ValueError(f"the model has gates already: call model.{MODULE_NAME}.detach() first.")
+        if GATES in modules:
+            raise ValueError(f"the model has gates already: call model.{GATES}.detach() first.")
         structures: list[Structure] = []
         if isinstance(gated, Mapping):
             for name in gated:
@@ -111,7 +110,7 @@ class NoiseBank(nn.Module):
         if reference is not None:
             bank.to(reference.device)
         bank.train(model.training)
-        model.add_module(MODULE_NAME, bank)
+        model.add_module(GATES, bank)
         # Kept out of the module tree: the bank is the model's child, not its parent.
         object.__setattr__(bank, "_root", model)
         bank._hooks.append(model.register_forward_pre_hook(bank._before_forward, with_kwargs=True))
@@ -149,10 +148,10 @@ class NoiseBank(nn.Module):
         self._hooks, self._gate_hooks, self._consumers = [], [], []
         self.paused = True  # whoever still holds it as a follower
         if self._root is not None:
-            delattr(self._root, MODULE_NAME)
+            delattr(self._root, GATES)
             for name in _PER_UNIT:
-                removed(self._root).kept.pop(f"{MODULE_NAME}.{name}", None)
-                removed(self._root).shapes.pop(f"{MODULE_NAME}.{name}", None)
+                removed(self._root).kept.pop(f"{GATES}.{name}", None)
+                removed(self._root).shapes.pop(f"{GATES}.{name}", None)
             object.__setattr__(self, "_root", None)
 
     def fold(self) -> None:
@@ -185,8 +184,8 @@ class NoiseBank(nn.Module):
         # Part of the network's record, so that a checkpoint of a network with gates loads on a whole one with gates.
         record = removed(self._root)
         for name in _PER_UNIT:
-            record.shapes[f"{MODULE_NAME}.{name}"] = [self._whole]
-            record.kept[f"{MODULE_NAME}.{name}"] = {0: kept}
+            record.shapes[f"{GATES}.{name}"] = [self._whole]
+            record.kept[f"{GATES}.{name}"] = {0: kept}
 
     def check_followed(self) -> Structures:
         """The listing whose structures these gates are on; an error where there is none to go by."""

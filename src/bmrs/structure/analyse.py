@@ -92,8 +92,8 @@ def _apply(node: torch.fx.Node, args: Any, kwargs: Any, facts: Facts) -> Any:
     if operation in _WRAPPERS:
         before = _WRAPPERS[operation]
         return _walk(args[before], args[before + 1 :], facts)
-    tensors = [made] if isinstance(made, Tensor) else [one for one in made if isinstance(one, Tensor)] if isinstance(
-        made, list | tuple) else []  # fmt: skip
+    several = made if isinstance(made, list | tuple) else [made]
+    tensors = [one for one in several if isinstance(one, Tensor)]
     if not tensors or operation in _SILENT:
         return made
     step = Step(facts, operation, module_of(node), [_concrete(tensor) for tensor in tensors])

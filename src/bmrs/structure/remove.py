@@ -11,7 +11,8 @@ from bmrs.structure.branches import widen
 from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.mend import Correction, correct_sizes, set_integer, sync_builtin
 
-RECORD = "bmrs_removed"
+RECORD = "bmrs_removed"  # the attribute of a network that says what was removed
+GATES = "bmrs_noise"  # the submodule that holds its gates
 Keep = Mapping[str, Mapping[int, list[int]]]
 """Tensor name → dimension → indices that stay."""
 

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from bmrs.structure.branches import Branch
 from bmrs.structure.capture import ExampleInputs, named_tensors
 from bmrs.structure.discover import Findings, Label, explore
 from bmrs.structure.mend import integers_of
-from bmrs.structure.remove import Removed, removed
+from bmrs.structure.remove import GATES, Removed, removed
 from bmrs.structure.rules import Place
 
 # Reasons that hold in every network and need no line.
@@ -105,11 +104,13 @@ class Structures(Sequence[Structure]):
     """All structures of a network. Shrinks with it."""
 
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs) -> None:
-        if "bmrs_noise" in model._modules:
-            raise ValueError("model has gates on it: take them off with model.bmrs_noise.fold() or .detach() first.")
+        if GATES in model._modules:
+            raise ValueError(f"model has gates on it: take them off with model.{GATES}.fold() or .detach() first.")
         self.model, self.example_inputs = model, example_inputs
         self.findings: Findings = explore(model, example_inputs)
         self.base = removed(model)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
+        self._parameters = {name for name, _ in model.named_parameters()}
         self.gone: set[int] = set()
         self.mends: set[Any] = set()
         self.status: dict[Structure, str] = {}
@@ -151,14 +152,6 @@ class Structures(Sequence[Structure]):
             every += [list(dict.fromkeys(dim)) for dim in every]
             self._dims[path] = list({tuple(dim): dim for dim in every}.values())
         return self._dims[path]
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in named_tensors(self.model)}
-
-    @cached_property
-    def _parameters(self) -> set[str]:
-        return {name for name, _ in self.model.named_parameters()}
 
     def parameters_in(self, structures: Iterable[Structure]) -> int:
         """Parameters that lie in any unit of these structures, as the network was when it was listed."""
@@ -213,7 +206,8 @@ class Structures(Sequence[Structure]):
         name = type(self.model).__name__
         if not len(self):
             return f"{name}: nothing can be removed."
-        return f"{name}: {len(self)} structures hold {self.share:.1%} of {self.parameters:,} parameters"
+        found = "1 structure holds" if len(self) == 1 else f"{len(self)} structures hold"
+        return f"{name}: {found} {self.share:.1%} of {self.parameters:,} parameters"
 
     def table(self, *, places: bool = False) -> str:
         """For people: a line per structure, and what stays whole and why.
