@@ -6,7 +6,8 @@ from bmrs.criteria import BMRS_N, BMRS_U, L2, SNR, Criterion, Gradient, Mean, Un
 from bmrs.export import export_onnx, export_program
 from bmrs.noise import Gate, NoiseBank
 from bmrs.posterior import TruncatedLogNormal
-from bmrs.pruner import prune
+from bmrs.pruner import Pruner, Ranked, prune
+from bmrs.reporting import PruneReport, StructureReport
 from bmrs.structure import Structure, Structures, remove, structures
 
 __version__ = "0.1.0"
@@ -21,7 +22,11 @@ __all__ = [
     "Gradient",
     "Mean",
     "NoiseBank",
+    "PruneReport",
+    "Pruner",
+    "Ranked",
     "Structure",
+    "StructureReport",
     "Structures",
     "TruncatedLogNormal",
     "Units",

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from bmrs.noise import NoiseBank
 from bmrs.structure.capture import canonical_names, named_tensors
-from bmrs.structure.mend import integers_of
-from bmrs.structure.remove import GATES, Removed, apply, removed
+from bmrs.structure.record import GATES, Removed, check_record, removed
+from bmrs.structure.remove import apply
 
 _KEY = "bmrs"
 _SUM = "bmrs_checksum"
@@ -44,7 +44,12 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     names = canonical_names(model)
     tensors = _apart({name: tensor.detach().contiguous() for name, tensor in _kept_tensors(model).items()})
     aliases = {name: first for name, first in names.items() if name != first}
-    content = {"version": _VERSION, "class": _class_name(model), "aliases": aliases, "removed": _packed(removed(model))}
+    content = {
+        "version": _VERSION,
+        "class": _class_name(model),
+        "aliases": aliases,
+        "removed": removed(model).to_json(),
+    }
     text = json.dumps(content)
     target = Path(path)
     if not target.parent.is_dir():
@@ -79,7 +84,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         )
     record = _checked_record(model, content, path)
     for name, tensor in tensors.items():
-        expected = _shape_after(name, present[name], removed(model), record)
+        expected = record.shape(name, present[name], removed(model))
         if tuple(tensor.shape) != expected:
             raise ValueError(
                 f"{path} holds '{name}' with shape {tuple(tensor.shape)}, but this model's would have {expected}: "
@@ -180,75 +185,15 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _checked_record(model: nn.Module, content: dict[str, Any], path: Any) -> Removed:
     """The record, if the model is the original it speaks of (or has been shrunk the same way already)."""
     try:
-        record = _unpacked(content["removed"])
+        record = Removed.from_json(content["removed"])
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise ValueError(f"{path} has a damaged description of what was removed: save it again.") from problem
-    modules = dict(model.named_modules())
-    for place in (*record.groups, *record.integers, *record.corrections, *record.widened):
-        if place not in modules:
-            raise ValueError(
-                f"{path} speaks of module '{place}', which the model does not have: build the model it was saved from."
-            )
-    for place, values in record.integers.items():
-        for attribute, value in values.items():
-            if isinstance(integers_of(modules[place]).get(attribute), tuple):  # a file knows lists only
-                values[attribute] = tuple(value)
+    check_record(model, record, str(path))
     own = removed(model)
     if own.kept and own != record:
         raise ValueError("model has already been reduced, in another way: build the original again and load into that.")
-    tensors = dict(named_tensors(model))
-    for name, shape in record.shapes.items():
-        if name not in tensors:
-            raise ValueError(
-                f"{path} speaks of '{name}', which the model does not have: build the model it was saved from."
-            )
-        original = own.shapes.get(name, list(tensors[name].shape))
-        if list(original) != shape:
-            raise ValueError(
-                f"{path} was saved from a model whose '{name}' had shape {tuple(shape)} at first; this one has "
-                f"{tuple(original)}: build the model with the same settings."
-            )
     return record
-
-
-def _shape_after(name: str, tensor: Tensor, before: Removed, record: Removed) -> tuple[int, ...]:
-    shape = list(record.shapes.get(name, before.shapes.get(name, list(tensor.shape))))
-    for dim, kept in record.kept.get(name, {}).items():
-        shape[dim] = len(kept)
-    return tuple(shape)
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-# --- kept indices as ranges: short to store, and still readable -------------------------------------------------------
-
-
-def _packed(record: Removed) -> dict[str, Any]:
-    content = record.to_json()
-    content["kept"] = {name: {dim: _ranges(kept) for dim, kept in dims.items()} for name, dims in record.kept.items()}
-    return content
-
-
-def _unpacked(content: dict[str, Any]) -> Removed:
-    kept = {name: {dim: _indices(text) for dim, text in dims.items()} for name, dims in content["kept"].items()}
-    return Removed.from_json({**content, "kept": kept})
-
-
-def _ranges(kept: list[int]) -> str:
-    parts: list[list[int]] = []
-    for index in kept:
-        if parts and index == parts[-1][1] + 1:
-            parts[-1][1] = index
-        else:
-            parts.append([index, index])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
-def _indices(text: str) -> list[int]:
-    indices: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        indices.extend(range(int(first), int(last or first) + 1))
-    return indices

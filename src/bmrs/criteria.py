@@ -39,6 +39,8 @@ class Criterion(ABC):
     """
 
     name: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ("posterior",)
+    """The fields of :class:`Units` it looks at."""
 
     @abstractmethod
     def scores(self, units: "Units | TruncatedLogNormal") -> Tensor:
@@ -170,6 +172,7 @@ class L2(Criterion):
     """Remove this fraction of all units, those with the smallest weights."""
 
     name = "l2"
+    needs = ("weight_norm",)
 
     def __init__(self, fraction: float) -> None:
         self.fraction = _checks.number(fraction, "fraction", 0.0, 1.0, "the share of units to remove")
@@ -194,6 +197,7 @@ class Gradient(Criterion):
     """
 
     name = "gradient"
+    needs = ("weight_norm", "gradient_norm")
 
     def __init__(self, weight_threshold: float, gradient_threshold: float) -> None:
         smallest = torch.finfo(torch.float32).tiny

@@ -95,13 +95,15 @@ class WeightGate(ConsumerGate):
     During a forward pass the module sees the product in place of its parameter.
     """
 
-    def enter(self) -> None:
+    def enter(self) -> bool:
+        """Whether it was not there already."""
         if self.name in self.module.__dict__:
-            return
+            return False
         shape = [-1 if d == self.dim else 1 for d in range(self.weight.dim())]
         factors = self.factors(self.bank.current()[:1])[0].to(self.weight.dtype).reshape(shape)
         # The module's __dict__ is looked at before its parameters.
         self.module.__dict__[self.name] = self.weight * factors
+        return True
 
     def leave(self) -> None:
         self.module.__dict__.pop(self.name, None)
@@ -140,9 +142,7 @@ def consumer_gates(
         rows = []
         for structure in structures:
             if place in structure.consumers:
-                rows.append(
-                    _units_of_columns(structure, place, tensors[first].shape[dim], layers[structure.name].start)
-                )
+                rows.append(units_of_columns(structure, place, tensors[first].shape[dim], layers[structure.name].start))
         columns = torch.tensor(rows)
         branch = next((s.branch for s in structures if place in s.consumers and s.branch is not None), None)
         for name in names[first]:  # a tied weight is consumed under each of its names
@@ -168,7 +168,7 @@ def _is_called(model: nn.Module, path: str) -> bool:
     return True
 
 
-def _units_of_columns(structure: Structure, place: tuple[str, int], size: int, first: int) -> list[int]:
+def units_of_columns(structure: Structure, place: tuple[str, int], size: int, first: int) -> list[int]:
     """The number of the unit each present column belongs to."""
     labels = structure.owner.findings.places[place]
     number = {v: first + unit for unit, v in enumerate(v for v in structure.variables if v not in structure.owner.gone)}

@@ -6,6 +6,7 @@ read, or the outputs of named modules. In evaluation the gates are E[θ], comput
 every pass.
 """
 
+import json
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,10 +15,11 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from bmrs import _checks
+from bmrs import _checks, chance, parallel
 from bmrs.gates import ConsumerGate, InputGate, OutputGate, WeightGate, consumer_gates
 from bmrs.posterior import LOG_A, LOG_B, TruncatedLogNormal
-from bmrs.structure.remove import GATES, Removed, removed, resize
+from bmrs.structure.record import GATES, Removed, check_record, removed
+from bmrs.structure.remove import become, resize
 from bmrs.structure.structures import Structure, Structures
 
 Noise = Literal["example", "batch"]
@@ -47,8 +49,12 @@ class NoiseBank(nn.Module):
         log_sigma: float = -5.0,
         log_a: float = LOG_A,
         log_b: float = LOG_B,
+        seed: int | None = None,
     ) -> None:
-        """``sizes``: units per gated layer. ``noise``: one draw per "example" or per "batch"."""
+        """``sizes``: units per gated layer. ``noise``: one draw per "example" or per "batch".
+
+        ``seed``: of the draws, which are the bank's own; torch's (``torch.manual_seed``) if not given.
+        """
         super().__init__()
         if noise not in ("example", "batch"):
             raise ValueError(f"noise must be 'example' or 'batch', one draw for each; got {noise!r}.")
@@ -68,10 +74,17 @@ class NoiseBank(nn.Module):
         self.mu = nn.Parameter(torch.full((total,), float(mu)))
         self.log_sigma = nn.Parameter(torch.full((total,), float(log_sigma)))
         self.register_buffer("alive", torch.ones(total, dtype=torch.bool))
+        self.seed = torch.initial_seed() if seed is None else int(seed)
+        self.rank: int | None = None  # of the process, where it is not the one torch.distributed says
+        self.draws = self.steps = 0  # draws made, and optimizer steps a Pruner has seen
         self._theta: Tensor | None = None
+        self._drawn = False  # for the pass that begins, by whoever called
         self._root: nn.Module | None = None
         self._hooks: list[Any] = []
         self._gate_hooks: list[Any] = []
+        self._inside = 0  # passes of the network that are running
+        self.optimizers: list[torch.optim.Optimizer] = []  # whose state goes along when a state dict is loaded
+        self._wrapper: weakref.ref[nn.Module] | None = None  # DistributedDataParallel, if seen around the network
         self._consumers: list[ConsumerGate] = []
         # As it was when attached: units of each structure, where its gates began, and how many there were in all.
         self._units: dict[str, list[int]] = {}
@@ -115,6 +128,7 @@ class NoiseBank(nn.Module):
         object.__setattr__(bank, "_root", model)
         bank._hooks.append(model.register_forward_pre_hook(bank._before_forward, with_kwargs=True))
         bank._hooks.append(model.register_forward_hook(bank._after_forward, always_call=True))
+        bank._hooks.append(model.register_load_state_dict_pre_hook(bank._before_load))
         if structures:
             bank._units = {structure.name: structure.kept for structure in structures}
             bank._place(structures)
@@ -140,6 +154,18 @@ class NoiseBank(nn.Module):
                 rows.setdefault(gate.module, gate)  # weight and bias fold alike, the output is multiplied once
         for module, output in rows.items():
             self._gate_hooks.append(module.register_forward_hook(output.after, prepend=True))
+        # Activation checkpointing runs a part of the network again: whichever part holds a gated weight puts it in place.
+        paths = {id(module): path for path, module in self._root.named_modules()}
+        parts: dict[nn.Module, list[WeightGate]] = {}
+        for gate in self._consumers:
+            if isinstance(gate, WeightGate):
+                names = paths[id(gate.module)].split(".")
+                for end in range(1, len(names) + 1):
+                    parts.setdefault(self._root.get_submodule(".".join(names[:end])), []).append(gate)
+        for module, gates in parts.items():
+            again = Again(self, gates)
+            self._gate_hooks.append(module.register_forward_pre_hook(again.before))
+            self._gate_hooks.append(module.register_forward_hook(again.after, always_call=True))
 
     def detach(self) -> None:
         """Take all gates off; the network computes without θ from now on."""
@@ -200,8 +226,45 @@ class NoiseBank(nn.Module):
     def adopt(self, record: Removed) -> None:
         """Place the gates anew after the network and this bank's tensors were brought to a record."""
         owner = self.check_followed()
-        owner.adopt(record)
+        if owner.model is self._root:
+            owner.adopt(record)
+        self.place_anew()
+
+    def place_anew(self) -> None:
+        """Gates where the structures are consumed now, in the network or in a copy of it."""
+        owner = self.check_followed()
         self._follow([structure for structure in owner.everything if structure.name in self.layers])
+
+    def get_extra_state(self) -> Tensor:
+        """What a state dict needs beside the tensors: what was removed, and where the random numbers are."""
+        content: dict[str, Any] = {"seed": self.seed, "draws": self.draws, "steps": self.steps}
+        if self._root is not None:
+            content["removed"] = removed(self._root).to_json()
+        # As a tensor, which every format can store.
+        return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        content = _extra(state)
+        self.seed, self.draws, self.steps = content["seed"], content["draws"], content["steps"]
+
+    @staticmethod
+    def record_in(state: Tensor) -> Removed:
+        """What was removed, as a state dict's extra state says."""
+        return Removed.from_json(_extra(state).get("removed", Removed().to_json()))
+
+    def _before_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Bring the network to the shapes of a state dict that is about to be loaded, smaller or larger."""
+        state = state_dict.get(f"{prefix}{GATES}._extra_state")
+        if state is None:
+            return
+        record = self.record_in(state)
+        check_record(module, record, "the state dict")
+        if record != removed(module):
+            owner = self.check_followed()
+            if owner.model is not module and record != removed(owner.model):
+                raise ValueError("a copy of the network has the shapes of the network: load the network's state first.")
+            become(module, record, self.optimizers)
+            self.adopt(record)
 
     def _follow(self, mine: list[Structure]) -> list[int]:
         """Layers and gates for the units these structures have now; returns their original numbers."""
@@ -241,7 +304,12 @@ class NoiseBank(nn.Module):
     def draw(self, batch_size: int) -> Tensor:
         """One draw of every gate: [batch_size, units], or [1, units] for noise per batch."""
         rows = batch_size if self.noise == "example" else 1
-        self._theta = self.posterior().rsample((rows,)) * self.alive
+        generator = None
+        if not torch.compiler.is_compiling():  # a graph has torch's own random numbers only
+            rank = chance.rank() if self.rank is None else self.rank
+            generator = chance.generator(self.mu.device, self.seed, rank, self.draws)
+            self.draws += 1
+        self._theta = self.posterior().rsample((rows,), generator) * self.alive
         return self._theta
 
     def mean(self) -> Tensor:
@@ -288,11 +356,27 @@ class NoiseBank(nn.Module):
     def units_left(self) -> dict[str, int]:
         return {name: int(self.alive[layer].sum()) for name, layer in self.layers.items()}
 
+    def draw_outside(self, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """As a forward pre-hook of a compiled network: its graph finds the gates drawn."""
+        if self.training and not self.paused:
+            self.draw(_batch_size(args, kwargs))
+            self._drawn = True
+
+    def drawn_outside(self, wrapper: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """As the forward hook that belongs to it."""
+        self._drawn = False
+
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.paused:
             return
+        if not torch.compiler.is_compiling():
+            self._inside += 1
+            wrapper = parallel.active_wrapper()
+            if wrapper is not None:
+                self._wrapper = weakref.ref(wrapper)
         if self.training:
-            self.draw(_batch_size(args, kwargs))
+            if not self._drawn:
+                self.draw(_batch_size(args, kwargs))
         else:
             self._theta = self.mean()[None]
         for gate in self._consumers:
@@ -300,6 +384,8 @@ class NoiseBank(nn.Module):
                 gate.enter()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._inside = max(0, self._inside - 1)
         for gate in self._consumers:
             if isinstance(gate, WeightGate):
                 gate.leave()
@@ -314,7 +400,17 @@ class NoiseBank(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A draw belongs to one pass and carries its graph: copies and pickles start without.
-        return {**self.__dict__, "_theta": None, "_owner": None}
+        return {**self.__dict__, "_theta": None, "_owner": None, "_wrapper": None, "optimizers": []}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # Steps of log σ are lost in 16 bits: where the network is converted, the gates only move.
+        def moved(tensor: Tensor) -> Tensor:
+            result: Tensor = fn(tensor)
+            rounded = tensor.is_floating_point() and result.itemsize < 4
+            return tensor.to(result.device) if rounded else result
+
+        super()._apply(moved, recurse)
+        return self
 
     def extra_repr(self) -> str:
         return f"{int(self.alive.sum())} of {self.alive.numel()} units in {len(self.layers)} layers, per {self.noise}"
@@ -347,6 +443,26 @@ class Gate:
         return output if self.bank.paused else self(output)
 
 
+class Again:
+    """Puts gated weights in place in a part of the network that is called by itself."""
+
+    def __init__(self, bank: NoiseBank, gates: list[WeightGate]) -> None:
+        self.bank, self.gates = bank, gates
+        self.entered: list[WeightGate] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """As a forward pre-hook."""
+        if torch.compiler.is_compiling() or self.bank.paused or self.bank._inside:
+            return
+        self.entered = [gate for gate in self.gates if gate.enter()]
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """As a forward hook."""
+        for gate in self.entered:
+            gate.leave()
+        self.entered = []
+
+
 def _gateable(model: nn.Module, structures: Iterable[Structure]) -> list[Structure]:
     chosen = []
     for structure in structures:
@@ -370,6 +486,14 @@ def _gateable(model: nn.Module, structures: Iterable[Structure]) -> list[Structu
             "gated holds no structure that can have gates: see bmrs.structures(model, ...).table() for why."
         )
     return chosen
+
+
+def _extra(state: Tensor) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(bytes(state.cpu().tolist()))
+    except (ValueError, AttributeError, TypeError) as problem:
+        raise ValueError("the state dict's record of what was removed is damaged: load another.") from problem
+    return content
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

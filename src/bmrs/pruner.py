@@ -1,17 +1,528 @@
-"""From posteriors to a decision: which gates close now."""
+"""The two lines in a training loop: gates that learn while the network trains, units that go when evidence says so."""
+
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from bmrs import _checks, parallel
+from bmrs.checkpoint import unwrapped
 from bmrs.criteria import BMRS_N, Criterion, Units, spare_best
-from bmrs.noise import NoiseBank
+from bmrs.evidence import spike
+from bmrs.gates import units_of_columns
+from bmrs.noise import Noise, NoiseBank
+from bmrs.price import KINDS, prices
+from bmrs.reporting import PruneReport, Range, StructureReport
+from bmrs.steps import GateSteps, holds_any, raw
+from bmrs.structure import Structure, Structures, remove
+from bmrs.structure.capture import ExampleInputs, named_tensors
+from bmrs.structure.record import GATES, Removed, check_record, removed
+from bmrs.structure.remove import become
+
+log = logging.getLogger("bmrs")
+Price = str | Callable[[Structure], float | Tensor]
+_VERSION = 1
+
+
+class Ranked(NamedTuple):
+    """A unit's place in the order of worth."""
+
+    structure: str
+    unit: int
+    worth: float
+
+
+class Pruner:
+    """Gates on a network, their training, and the removal of what is not worth keeping.
+
+    >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> pruner = Pruner(model, torch.randn(4, 8), optimizer)
+    >>> for epoch in range(2):
+    ...     optimizer.zero_grad()
+    ...     model(torch.randn(4, 8)).sum().backward()
+    ...     optimizer.step()                                # the loop as it was
+    ...     report = pruner.prune()                         # evidence says what goes
+    >>> model = pruner.finish()                             # gates folded in: an ordinary nn.Module
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: ExampleInputs,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        *,
+        num_examples: int | None = None,
+        criterion: Criterion | None = None,
+        price: Price = "uniform",
+        strength: float = 1.0,
+        noise: Noise = "example",
+        structures: Iterable[Structure | str] | None = None,
+        phi_lr: float = 10.0,
+        warmup: int = 0,
+        add_kl: bool = True,
+        log_sigma: float = -5.0,
+        seed: int | None = None,
+    ) -> None:
+        """Put gates on a network and tell its optimizers.
+
+        ``model``: may be wrapped by DistributedDataParallel or torch.compile. ``example_inputs``: a tensor, a tuple
+        (positional) or a mapping (keyword). ``optimizer``: one or several; those made later join with :meth:`follow`.
+        ``num_examples``: in the training set, for the price "elbo". ``criterion``: what decides, BMRS_N() by default.
+        ``price``: each unit's share of the KL, see :mod:`bmrs.price`; or a function of a structure that returns one
+        number, or one per unit. ``strength``: a factor on every price. ``noise``: one draw per "example" or per
+        "batch". ``structures``: those that get gates, or their names; default all of ``bmrs.structures(model, ...)``.
+        ``phi_lr``: learning rate of the gates, times that of the weights. ``warmup``: optimizer steps over which the KL
+        grows to its full weight. ``add_kl=False``: the loop adds ``pruner.kl()`` to its loss itself. ``log_sigma``:
+        where the gates begin; higher for short fine-tuning. ``seed``: of the gates' draws.
+        """
+        self.model = unwrapped(model)
+        optimizers = _several(optimizer)
+        self.criterion = BMRS_N() if criterion is None else criterion
+        if not isinstance(self.criterion, Criterion):
+            raise TypeError(f"criterion must be a bmrs criterion such as BMRS_N(); got {type(criterion).__name__}.")
+        self.phi_lr = _checks.number(phi_lr, "phi_lr", 0.0, math.inf, "a factor on the weights' learning rate")
+        self.warmup = int(_checks.number(warmup, "warmup", 0, math.inf, "a number of optimizer steps"))
+        strength = _checks.number(strength, "strength", 0.0, math.inf, "a factor on every price")
+        log_sigma = _checks.number(log_sigma, "log_sigma", -20.0, 5.0, "where every gate's log σ begins")
+        if not callable(price) and price not in KINDS:
+            raise ValueError(f"unknown price '{price}': choose one of {', '.join(KINDS)}, or give a function.")
+        if price == "elbo" and num_examples is None:
+            raise ValueError("price 'elbo' needs num_examples, the number of training examples: give num_examples=...")
+        for one in optimizers:
+            self._check_optimizer(one)
+        self.add_kl = bool(add_kl)
+        self.structures, chosen = _chosen(self.model, example_inputs, structures)
+        device = next(self.model.parameters()).device
+        seed = parallel.shared_number(torch.initial_seed() if seed is None else int(seed), device)
+        self.bank = NoiseBank.attach(self.model, chosen, noise, log_sigma=log_sigma, seed=seed)
+        self._start = log_sigma
+        self._gated = [s for s in chosen if s.name in self.bank.layers]
+        self._prices = _prices(price, self._gated, strength, num_examples).to(device)
+        self._steps: GateSteps | None = None
+        self._copies: list[nn.Module] = []
+        self._wrappers: list[DistributedDataParallel] = []
+        self._compiled: list[Any] = []
+        self._snapshot: dict[str, Any] | None = None
+        self.finished = False
+        self._remember()
+        self.follow(*optimizers)
+        self._follow_wrappers(model)
+        log.info("gates on %d units of %d structures", len(self.bank.mu), len(self._gated))
+
+    # --- what trains along ---------------------------------------------------------------------------------------------
+
+    def follow(self, *others: Any) -> None:
+        """Tell of what is to shrink along: optimizers, copies of the network made after this Pruner (an EMA), and
+        wrappers of the network (DistributedDataParallel, torch.compile) made after it.
+        """
+        for other in others:
+            if isinstance(getattr(other, "optimizer", other), torch.optim.Optimizer):
+                self._follow_optimizer(raw(other))
+            elif not isinstance(other, nn.Module):
+                raise TypeError(f"only optimizers and networks can be followed; got {type(other).__name__}.")
+            elif any(module is self.model for module in other.modules()):
+                self._follow_wrappers(other)
+            else:
+                self._check_copy(other)
+                self._copies.append(other)
+
+    def _follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_optimizer(optimizer)
+        if any(optimizer is known for known in self.bank.optimizers):
+            return
+        self.bank.optimizers.append(optimizer)
+        phi = [self.bank.mu, self.bank.log_sigma]
+        if self._steps is None or holds_any(optimizer, phi):
+            if self._steps is not None:
+                self._steps.end()
+            gradient = self._kl_gradient if self.add_kl else None
+            self._steps = GateSteps(optimizer, phi, self.phi_lr, gradient, self._after_step)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        own = [p for name, p in self.model.named_parameters() if not name.startswith(GATES)]
+        if not holds_any(optimizer, own):
+            raise ValueError(
+                "optimizer holds none of the model's parameters: build it from model.parameters(), of this model."
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("optimizer must keep its state per parameter, which LBFGS does not: use another one.")
+
+    def _follow_wrappers(self, model: nn.Module) -> None:
+        """DistributedDataParallel takes stock of the parameters when it is made; a compiled graph draws no gates."""
+        inner: Any = model
+        while inner is not self.model and isinstance(inner, nn.Module):
+            if isinstance(inner, DistributedDataParallel):
+                if all(inner is not known for known in self._wrappers):
+                    self._wrappers.append(inner)
+                    parallel.rewrap(inner)
+                inner = inner.module
+            elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+                if all(inner is not known for known in self._compiled):
+                    self._compiled.append(inner)
+                    self.bank._hooks += [
+                        inner.register_forward_pre_hook(self.bank.draw_outside, with_kwargs=True),
+                        inner.register_forward_hook(self.bank.drawn_outside, always_call=True),
+                    ]
+                inner = inner._orig_mod
+            else:
+                inner = getattr(inner, "module", None)
+
+    def _check_copy(self, copied: nn.Module) -> None:
+        network = next((module for module in copied.modules() if GATES in module._modules), None)
+        if network is None or _bank(network).mu.shape != self.bank.mu.shape:
+            raise ValueError(
+                "a copy of the network must have its gates to shrink with it: make the copy (EMA) after the Pruner."
+            )
+        _bank(network)._owner = self.bank._owner
+
+    def _copied(self) -> list[nn.Module]:
+        """The networks inside the copies."""
+        return [next(m for m in copied.modules() if GATES in m._modules) for copied in self._copies]
+
+    def _after_step(self) -> None:
+        self.bank.steps += 1
+
+    # --- the KL --------------------------------------------------------------------------------------------------------
+
+    @property
+    def prices(self) -> Tensor:
+        """Of the units still there: each one's share of the KL, set once for the whole network."""
+        kept = torch.tensor(self.bank._kept, device=self._prices.device)
+        return self._prices[kept].to(self.bank.mu.device)
+
+    def kl(self) -> Tensor:
+        """Σᵢ priceᵢ·KLᵢ, with the weight the warm-up gives it now. Its gradient is added at every optimizer step; with
+        ``add_kl=False`` add this to the loss.
+        """
+        weight = min(1.0, (self.bank.steps + 1) / self.warmup) if self.warmup else 1.0
+        return weight * self.bank.kl(self.prices)
+
+    def _kl_gradient(self) -> Sequence[Tensor]:
+        with torch.enable_grad():
+            return torch.autograd.grad(self.kl(), [self.bank.mu, self.bank.log_sigma])
+
+    # --- what units are worth ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def scores(self) -> dict[str, Tensor]:
+        """What each unit is worth to the criterion, by structure: for BMRS -ΔF, in nats."""
+        worth = self._worth()
+        return {name: worth[layer] for name, layer in self.bank.layers.items()}
+
+    def rank(self) -> list[Ranked]:
+        """All units, the least worth first."""
+        worth = self._worth()
+        where = [(name, unit) for name, layer in self.bank.layers.items() for unit in range(layer.stop - layer.start)]
+        values = worth.tolist()
+        order = self.criterion.rank(worth).tolist()
+        return [Ranked(where[index][0], where[index][1], values[index]) for index in order]
+
+    @torch.no_grad()
+    def _worth(self) -> Tensor:
+        self._check_unchanged()
+        needs = self.criterion.needs
+        weight = self._norms(lambda tensor: tensor) if "weight_norm" in needs else None
+        gradient = self._norms(lambda tensor: tensor.grad) if "gradient_norm" in needs else None
+        return self.criterion.scores(Units(self.bank.posterior(), weight, gradient))
+
+    def _norms(self, of: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+        """L2 norm of each unit's share of the weights that produce it, or of their gradients."""
+        tensors = dict(named_tensors(self.model))
+        squares = torch.zeros_like(self.bank.mu, dtype=torch.float64)
+        found = False
+        for structure in self._gated:
+            first = self.bank.layers[structure.name].start
+            producing = [place for place in structure.places if place not in structure.consumers or structure.branch]
+            for name, dim in producing:
+                value = of(tensors[name]) if isinstance(tensors[name], nn.Parameter) else None
+                if value is not None:
+                    found = True
+                    per_index = value.detach().double().square().movedim(dim, 0).flatten(1).sum(1)
+                    units = torch.tensor(units_of_columns(structure, (name, dim), len(per_index), first))
+                    owned = (units >= 0).to(per_index.device)
+                    squares.index_add_(0, units.to(per_index.device)[owned], per_index[owned])
+        return squares.sqrt() if found else None
+
+    # --- removal -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prune(self, fraction: float | None = None, *, undoable: bool | None = None) -> PruneReport:
+        """Remove what the criterion rejects, from the network, its optimizers and its copies; returns what was done.
+
+        ``fraction``: remove this share of all units there are, the least worth first, whatever the criterion's own
+        boundary. ``undoable``: keep a copy of everything for :meth:`undo`; by default with a fraction only.
+        """
+        worth = self._worth()
+        if fraction is None:
+            chosen = self.criterion.remove(worth)
+        else:
+            fraction = _checks.number(fraction, "fraction", 0.0, 1.0, "the share of units to remove")
+            lowest = self.criterion.rank(worth)[: math.floor(fraction * worth.numel() + 1e-9)]
+            chosen = torch.zeros_like(worth, dtype=torch.bool)
+            chosen[lowest] = True
+            chosen &= torch.isfinite(worth)
+        if not self._sound():
+            warnings.warn(
+                "the network has parameters that are NaN or infinite, so nothing is removed: go back to a checkpoint "
+                "from before the loss was, and lower the learning rate.",
+                stacklevel=2,
+            )
+            chosen.zero_()
+        elif fraction is None and not bool(chosen.any()) and self._untouched():
+            warnings.warn(
+                "prune() was called before any optimizer step has moved the gates, so nothing is removed: call it "
+                "after training, with the optimizer that was given to the Pruner.",
+                stacklevel=2,
+            )
+        spared = set()
+        for name, layer in self.bank.layers.items():
+            if bool(chosen[layer].all()):
+                spared.add(name)
+                chosen[layer] = spare_best(chosen[layer], worth[layer])
+        chosen = parallel.agreed(chosen, self.model)
+        going = {s: chosen[self.bank.layers[s.name]].nonzero().flatten().tolist() for s in self._gated}
+        made = self._report(chosen, spared)
+        if any(going.values()):
+            if undoable or (undoable is None and fraction is not None):
+                self._snapshot = copy.deepcopy(self.state_dict())
+            with torch.autocast(self.bank.mu.device.type, enabled=False):
+                remove(self.model, going, self.bank.optimizers)
+            self._shrink_copies()
+            self._changed()
+        return self._counted(made)
+
+    def undo(self) -> None:
+        """Back to the moment before the last undoable :meth:`prune`: weights, gates, optimizers and copies."""
+        if self._snapshot is None:
+            raise ValueError("there is nothing to undo: call prune(fraction=...), or prune(undoable=True), first.")
+        self.load_state_dict(self._snapshot)
+        self._snapshot = None
+
+    def finish(self, fine_tune: Callable[[nn.Module], Any] | None = None) -> nn.Module:
+        """Multiply the gates' means into the weights and take the gates off; returns the network, smaller and plain.
+
+        ``fine_tune``: a function that trains the plain network on, called with it in the end.
+        """
+        if not self.finished:
+            self._check_unchanged()
+            if self._steps is not None:
+                self._steps.end()
+            for network in (*self._copied(), self.model):
+                _bank(network).fold()
+            self.structures.followers.remove(self.bank)
+            self.finished = True
+            self._changed()
+        if fine_tune is not None:
+            fine_tune(self.model)
+        return self.model
+
+    def _shrink_copies(self) -> None:
+        for network in self._copied():
+            become(network, removed(self.model))
+            _bank(network).place_anew()
+
+    def _changed(self) -> None:
+        """After the network changed: whatever took stock of it must do so again."""
+        torch.compiler.reset()
+        seen = self.bank._wrapper() if self.bank._wrapper is not None else None
+        wrappers = {id(wrapper): wrapper for wrapper in (*self._wrappers, seen) if wrapper is not None}
+        for wrapper in wrappers.values():
+            assert isinstance(wrapper, DistributedDataParallel)
+            parallel.rewrap(wrapper)
+        self._remember()
+
+    def _remember(self) -> None:
+        self._known = {name: (tensor, tensor.shape) for name, tensor in named_tensors(self.model)}
+
+    def _check_unchanged(self) -> None:
+        if self.finished:
+            raise ValueError("the Pruner has finished and its gates are gone: make a new one to prune on.")
+        now = dict(named_tensors(self.model))
+        for name, (tensor, shape) in self._known.items():
+            what = ""
+            if name not in now:
+                what = f"'{name}' is gone"
+            elif isinstance(tensor, nn.Parameter) and now[name] is not tensor:
+                what = f"'{name}' is another parameter"
+            elif now[name].shape != shape:
+                what = f"'{name}' has shape {tuple(now[name].shape)}, no longer {tuple(shape)}"
+            if what:
+                raise RuntimeError(
+                    f"the model was changed behind the Pruner's back ({what}), so nothing is done: undo that, or take "
+                    f"the gates off with model.{GATES}.detach() and make a new Pruner."
+                )
+
+    def _sound(self) -> bool:
+        return all(bool(torch.isfinite(p).all()) for name, p in self.model.named_parameters() if GATES not in name)
+
+    def _untouched(self) -> bool:
+        return bool((self.bank.mu == 0).all()) and bool((self.bank.log_sigma == self._start).all())
+
+    def _parameters(self) -> int:
+        return sum(p.numel() for name, p in self.model.named_parameters() if not name.startswith(GATES))
+
+    def _report(self, chosen: Tensor, spared: set[str]) -> PruneReport:
+        delta_f = spike(self.bank.posterior())
+        rows = []
+        for structure in self._gated:
+            layer = self.bank.layers[structure.name]
+            out, values = chosen[layer], delta_f[layer]
+            rows.append(
+                StructureReport(
+                    structure.name,
+                    structure.kind,
+                    structure.units,
+                    int(out.sum()),
+                    structure.name in spared,
+                    _range(values[out]),
+                    _range(values[~out]),
+                )
+            )
+        return PruneReport(tuple(rows), self._parameters(), self._parameters(), repr(self.criterion))
+
+    def _counted(self, made: PruneReport) -> PruneReport:
+        made = PruneReport(made.structures, made.parameters_before, self._parameters(), made.criterion)
+        log.info("%s", made)
+        return made
+
+    # --- resuming ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to go on from: the network and what was removed from it, gates and their random numbers,
+        optimizers, copies. References, like every state dict; schedulers and the order of the data are the loop's own.
+        """
+        self._check_unchanged()
+        return {
+            "version": _VERSION,
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.bank.optimizers],
+            "copies": [copied.state_dict() for copied in self._copies],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: the network, freshly built or not, takes its shapes, and all else follows.
+
+        What does not fit is refused with everything left as it was.
+        """
+        self._check_unchanged()
+        self._check_state(state)
+        self.model.load_state_dict(state["model"])
+        for copied, content in zip(self._copies, state["copies"], strict=True):
+            copied.load_state_dict(content)
+        for optimizer, content in zip(self.bank.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(content)
+        self._changed()
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or "version" not in state or "model" not in state:
+            raise ValueError("state must be what Pruner.state_dict() returned.")
+        if state["version"] != _VERSION:
+            raise ValueError(f"state has format {state['version']}, this version of bmrs reads {_VERSION}.")
+        for what, own in (("optimizers", self.bank.optimizers), ("copies", self._copies)):
+            if len(state[what]) != len(own):
+                raise ValueError(
+                    f"state holds {len(state[what])} {what}, the Pruner has {len(own)}: give it the same ones, in the "
+                    f"same order, before loading."
+                )
+        for optimizer, content in zip(self.bank.optimizers, state["optimizers"], strict=True):
+            sizes = [len(group["params"]) for group in content["param_groups"]]
+            if sizes != [len(group["params"]) for group in optimizer.param_groups]:
+                raise ValueError(
+                    "state comes from an optimizer with other parameter groups: build it as it was, and the Pruner "
+                    "before or after its scheduler as it was."
+                )
+        present = self.model.state_dict()
+        record, extra = Removed(), f"{GATES}._extra_state"
+        if extra in state["model"]:
+            record = self.bank.record_in(state["model"][extra])
+            check_record(self.model, record, "the state")
+        for name in present.keys() | state["model"].keys():
+            if name not in present or name not in state["model"]:
+                where = "the state" if name not in state["model"] else "the model"
+                raise ValueError(f"'{name}' is missing in {where}: build the model and its Pruner as they were.")
+            expected = record.shape(name, present[name], removed(self.model))
+            if name != extra and tuple(state["model"][name].shape) != expected:
+                raise ValueError(
+                    f"state holds '{name}' with shape {tuple(state['model'][name].shape)}, but this model's would have "
+                    f"{expected}: build the model as it was."
+                )
+
+    def __repr__(self) -> str:
+        if self.finished:
+            return "Pruner(finished)"
+        return f"Pruner({len(self.bank.mu)} units in {len(self.bank.layers)} structures, {self.criterion})"
+
+
+def _bank(network: nn.Module) -> NoiseBank:
+    bank = network._modules[GATES]
+    assert isinstance(bank, NoiseBank)
+    return bank
+
+
+def _several(optimizer: Any) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Iterable) and not isinstance(optimizer, torch.optim.Optimizer):
+        return [raw(one) for one in optimizer]
+    return [raw(optimizer)]
+
+
+def _chosen(
+    model: nn.Module, example_inputs: ExampleInputs, wanted: Iterable[Structure | str] | None
+) -> tuple[Structures, list[Structure]]:
+    """A listing and those of its structures that get gates."""
+    if wanted is None:
+        listing = Structures(model, example_inputs)
+        return listing, list(listing)
+    wanted = list(wanted)
+    owners = {id(one.owner): one.owner for one in wanted if isinstance(one, Structure)}
+    if len(owners) > 1:
+        raise ValueError("structures must be of one listing: call bmrs.structures(model, ...) once and use its own.")
+    listing = next(iter(owners.values()), None) or Structures(model, example_inputs)
+    return listing, [listing[one] if isinstance(one, str) else one for one in wanted]
+
+
+def _prices(price: Price, structures: list[Structure], strength: float, num_examples: int | None) -> Tensor:
+    sizes = [structure.units for structure in structures]
+    if isinstance(price, str):
+        per_unit = {"params": lambda s: s.params_per_unit, "macs": lambda s: s.macs_per_unit}.get(price)
+        cost = None
+        if per_unit is not None:
+            cost = torch.cat([torch.full((s.units,), float(per_unit(s)), dtype=torch.float64) for s in structures])
+        return prices(price, sizes, strength=strength, num_examples=num_examples, cost=cost)
+    parts = []
+    for structure in structures:
+        own = torch.as_tensor(price(structure), dtype=torch.float64)
+        if (
+            own.dim() > 1
+            or own.numel() not in (1, structure.units)
+            or not bool((own >= 0).all() & own.isfinite().all())
+        ):
+            raise ValueError(
+                f"price must return one number of at least 0, or one for each of the {structure.units} units, for "
+                f"'{structure.name}'; got {own.tolist()}."
+            )
+        parts.append(own.expand(structure.units))
+    return strength * torch.cat(parts)
+
+
+def _range(values: Tensor) -> Range | None:
+    return (float(values.min()), float(values.max())) if values.numel() else None
 
 
 @torch.no_grad()
 def prune(bank: NoiseBank, criterion: Criterion | None = None) -> Tensor:
     """Close the gates the criterion rejects and return the mask of those that closed now.
 
-    The default criterion is :class:`BMRS_N`. Where a layer would lose every unit, its best one stays.
+    For gates without a :class:`Pruner`. The default criterion is :class:`BMRS_N`. Where a layer would lose every unit,
+    its best one stays.
     """
     criterion = criterion or BMRS_N()
     worth = criterion.scores(Units(bank.posterior()))

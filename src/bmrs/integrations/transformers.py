@@ -24,7 +24,7 @@ from torch.utils import _pytree
 
 from bmrs.checkpoint import unwrapped
 from bmrs.structure.capture import ExampleInputs, arguments, first_line, mode
-from bmrs.structure.remove import removed
+from bmrs.structure.record import removed
 
 MOST_BUILDS = 300
 Setting = tuple[str, ...]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bmrs.structure.capture import ExampleInputs
-from bmrs.structure.remove import Removed, removed
+from bmrs.structure.record import Removed, removed
 from bmrs.structure.structures import Structure, Structures
 from bmrs.structure.surgery import remove_units
 

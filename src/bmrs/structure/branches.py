@@ -114,3 +114,12 @@ def widen(module: nn.Module, dim: int, size: int, indices: list[int]) -> None:
         hook = module.__dict__[_WIDEN] = Widen(dim, size)
         module.register_forward_hook(hook.after)
     hook.size = size
+
+
+def unwiden(module: nn.Module) -> None:
+    """The module's output is what it computes again."""
+    hook = module.__dict__.pop(_WIDEN, None)
+    if hook is not None:
+        for key in [key for key, value in module._forward_hooks.items() if getattr(value, "__self__", None) is hook]:
+            del module._forward_hooks[key]
+        delattr(module, INDICES)

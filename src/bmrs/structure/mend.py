@@ -203,6 +203,12 @@ def correct_sizes(model: nn.Module, path: str, corrections: tuple[Correction, ..
         module.__dict__["forward"] = MendedForward(module, corrections)
 
 
+def own_sizes(module: nn.Module) -> None:
+    """The module runs its own code again, as it is."""
+    if isinstance(module.__dict__.get("forward"), MendedForward | MultiheadForward):
+        del module.__dict__["forward"]
+
+
 def _no_fast_path(model: nn.Module, path: str) -> None:
     """Transformer layers around an attention may call a fused kernel that knows only the original shape."""
     parts = path.split(".")

@@ -1,5 +1,6 @@
 """From the variables that go to a record: what every tensor, integer and hook of the smaller network is."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import nn
 
 from bmrs.structure.discover import Label
 from bmrs.structure.mend import Correction, is_builtin
-from bmrs.structure.remove import Removed
+from bmrs.structure.record import Removed
 from bmrs.structure.structures import Structures, alive
 
 
@@ -23,7 +24,7 @@ class Mend:
 def record(owner: Structures, gone: set[int], mends: set[Mend]) -> Removed:
     """What the network's record is when these variables are gone."""
     findings, base = owner.findings, owner.base
-    now = Removed.from_json(base.to_json())
+    now = copy.deepcopy(base)
     for (name, dim), labels in findings.places.items():
         stays = [index for index, label in enumerate(labels) if gone.isdisjoint(label)]
         if len(stays) < len(labels):
@@ -33,6 +34,8 @@ def record(owner: Structures, gone: set[int], mends: set[Mend]) -> Removed:
     for path, groups in findings.groups.items():
         if is_builtin(owner.model.get_submodule(path)) and alive(groups, gone) < len(groups):
             now.groups[path] = alive(groups, gone)
+            attribute = "num_groups" if isinstance(owner.model.get_submodule(path), nn.GroupNorm) else "groups"
+            now.originals.setdefault(path, {}).setdefault(attribute, len(groups))
     for branch, variables in findings.branches.items():
         if not gone.isdisjoint(variables):
             # Present indices of the stream, and which of them this branch still computes.
@@ -67,9 +70,11 @@ def _mend(owner: Structures, gone: set[int], now: Removed, path: str, module: nn
         if corrections or _shrinks(findings.sizes.get(path, []), gone):
             now.corrections[path] = list(corrections.values())
         return
-    value = new_value(owner.integers(path).get(mend.attribute), owner.dims_of(path), mend.dim, gone)
+    original = owner.integers(path).get(mend.attribute)
+    value = new_value(original, owner.dims_of(path), mend.dim, gone)
     if value is not None:
         now.integers.setdefault(path, {})[mend.attribute] = value
+        now.originals.setdefault(path, {}).setdefault(mend.attribute, original)
 
 
 def _shrinks(sizes: list[list[Label]], gone: set[int]) -> bool:

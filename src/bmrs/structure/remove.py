@@ -1,53 +1,18 @@
-"""Slicing tensors in place, and the record of what was removed."""
+"""Slicing tensors in place, and bringing a network to what a record says."""
 
+import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bmrs.structure.branches import widen
+from bmrs.structure.branches import unwiden, widen
 from bmrs.structure.capture import canonical_names, named_tensors
-from bmrs.structure.mend import Correction, correct_sizes, set_integer, sync_builtin
+from bmrs.structure.mend import correct_sizes, own_sizes, set_integer, sync_builtin
+from bmrs.structure.record import RECORD, Removed, removed
 
-RECORD = "bmrs_removed"  # the attribute of a network that says what was removed
-GATES = "bmrs_noise"  # the submodule that holds its gates
 Keep = Mapping[str, Mapping[int, list[int]]]
 """Tensor name → dimension → indices that stay."""
-
-
-@dataclass
-class Removed:
-    """What was removed from a network, in terms of the original: enough to shrink a fresh copy of it."""
-
-    shapes: dict[str, list[int]] = field(default_factory=dict)  # the original ones, of tensors that shrank
-    kept: dict[str, dict[int, list[int]]] = field(default_factory=dict)
-    groups: dict[str, int] = field(default_factory=dict)  # module → groups left
-    integers: dict[str, dict[str, Any]] = field(default_factory=dict)  # module → attribute → value
-    corrections: dict[str, list[Correction]] = field(default_factory=dict)  # module → sizes its code asks for
-    widened: dict[str, tuple[int, int, list[int]]] = field(default_factory=dict)  # branch → dimension, size, indices
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Removed":
-        kept = {name: {int(d): list(k) for d, k in dims.items()} for name, dims in content["kept"].items()}
-        corrections = {path: [Correction(**c) for c in cs] for path, cs in content["corrections"].items()}
-        return cls(
-            {name: list(shape) for name, shape in content["shapes"].items()},
-            kept,
-            dict(content["groups"]),
-            {path: dict(values) for path, values in content["integers"].items()},
-            corrections,
-            {path: (dim, size, list(indices)) for path, (dim, size, indices) in content["widened"].items()},
-        )
-
-
-def removed(model: nn.Module) -> Removed:
-    """The record a network carries; an empty one for a network that is whole."""
-    return model.__dict__.get(RECORD) or Removed()
 
 
 def resize(model: nn.Module, keep: Keep, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
@@ -57,19 +22,21 @@ def resize(model: nn.Module, keep: Keep, optimizers: Iterable[torch.optim.Optimi
     for name, dims in keep.items():
         tensor = tensors[name]
         before = tensor.shape
-        grad, tensor.grad = tensor.grad, None
         for state in states:
             for key, value in list(state.get(tensor, {}).items()):
                 if isinstance(value, Tensor) and value.dim() == len(before):
                     state[tensor][key] = _sliced(value, {d: k for d, k in dims.items() if value.shape[d] == before[d]})
-        small = _sliced(tensor.data, dims)
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-            # Another type in between makes autograd forget the old shape, should a graph of it still be alive.
-            tensor.data = torch.empty(0, dtype=torch.float16 if tensor.dtype != torch.float16 else torch.float32,
-                                      device=tensor.device)  # fmt: skip
-        tensor.data = small
-        if grad is not None:
-            tensor.grad = _sliced(grad, dims)
+        _put(tensor, _sliced(tensor.data, dims), None if tensor.grad is None else _sliced(tensor.grad, dims))
+
+
+def _put(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
+    tensor.grad = None
+    if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+        # Another type in between makes autograd forget the old shape, should a graph of it still be alive.
+        other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
+        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+    tensor.data = data
+    tensor.grad = grad
 
 
 def _sliced(tensor: Tensor, dims: Mapping[int, list[int]]) -> Tensor:
@@ -111,6 +78,46 @@ def apply(model: nn.Module, now: Removed, optimizers: Iterable[torch.optim.Optim
         widen(model.get_submodule(path), dim, size, indices)
     model.__dict__[RECORD] = now
     drop_caches(model)
+
+
+def become(model: nn.Module, now: Removed, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+    """Bring a network from its present record to any other: what comes back is zero until it is filled in."""
+    optimizers = list(optimizers)
+    if not removed(model).within(now):
+        _grow(model, optimizers)
+    apply(model, copy.deepcopy(now), optimizers)
+
+
+def _grow(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Back to the original's shapes, with zeros where units were removed."""
+    before = removed(model)
+    tensors = dict(named_tensors(model))
+    for name, dims in before.kept.items():
+        tensor, shape = tensors[name], before.shapes[name]
+        for state in (optimizer.state for optimizer in optimizers):
+            for key, value in list(state.get(tensor, {}).items()):
+                if isinstance(value, Tensor) and value.dim() == len(shape):
+                    own = {d: kept for d, kept in dims.items() if value.shape[d] == len(kept)}
+                    state[tensor][key] = _spread(value, shape, own)
+        _put(tensor, _spread(tensor.data, shape, dims), None)
+    for path, integers in before.originals.items():
+        for attribute, value in integers.items():
+            set_integer(model.get_submodule(path), attribute, value)
+    for path in {name.rpartition(".")[0] for name in _all_names(model, before.kept)}:
+        sync_builtin(model.get_submodule(path), None)
+    for path in before.corrections:
+        own_sizes(model.get_submodule(path))
+    for path in before.widened:
+        unwiden(model.get_submodule(path))
+    model.__dict__.pop(RECORD, None)
+
+
+def _spread(tensor: Tensor, shape: list[int], dims: Mapping[int, list[int]]) -> Tensor:
+    for dim, kept in dims.items():
+        size = [shape[dim] if d == dim else length for d, length in enumerate(tensor.shape)]
+        index = torch.tensor(kept, dtype=torch.long, device=tensor.device)
+        tensor = tensor.new_zeros(size).index_copy(dim, index, tensor)
+    return tensor
 
 
 def drop_caches(model: nn.Module) -> None:

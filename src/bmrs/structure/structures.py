@@ -13,7 +13,7 @@ from bmrs.structure.branches import Branch
 from bmrs.structure.capture import ExampleInputs, named_tensors
 from bmrs.structure.discover import Findings, Label, explore
 from bmrs.structure.mend import integers_of
-from bmrs.structure.remove import GATES, Removed, removed
+from bmrs.structure.record import GATES, Removed, removed
 from bmrs.structure.rules import Place
 
 # Reasons that hold in every network and need no line.
@@ -194,6 +194,7 @@ class Structures(Sequence[Structure]):
 
     def adopt(self, record: Removed) -> None:
         """Take over what a record says is gone: a unit is, when every index it had somewhere is."""
+        self.gone = set()
         for (name, dim), labels in self.findings.places.items():
             kept = record.kept.get(name, {}).get(dim)
             if kept is not None:
