@@ -4,10 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import bmrs
 from bmrs.cli import app
+from bmrs.study import networks
 
 SHORT = ["demo", "--network", "mlp", "--epochs", "12", "--fine-tune", "2", "--phi-rate", "30"]
 
@@ -28,8 +30,18 @@ class TestDemo:
         result, _ = finished
         assert result.exit_code == 0, result.output
         assert re.search(r"2/3  pruning\s+epoch\s+12/12  validation \d+\.\d%  fc1 \d+  fc2 \d+", result.output)
-        for row in ("test accuracy", "parameters", "multiply-adds per image"):
+        for row in ("test accuracy", "parameters", "multiply-adds per image", "an epoch of training"):
             assert row in result.output
+        assert re.search(r"An epoch of pruning got \d+\.\d times faster as the network shrank\.", result.output)
+
+    def test_leaves_a_network_that_can_be_loaded(self, finished):
+        _, folder = finished
+        content = json.loads((folder / "result.json").read_text())
+        small = bmrs.load(networks.mlp(32 * 32, 10), folder / "small.safetensors")
+        assert bmrs.cost.parameters(small) == content["after"]["parameters"]
+        images = torch.randn(3, 1, 32, 32)
+        program = torch.export.load(folder / "small.pt2").module()
+        torch.testing.assert_close(program(images), small.eval()(images), rtol=0, atol=1e-5)
 
     def test_writes_a_picture_and_its_numbers(self, finished):
         _, folder = finished
@@ -47,7 +59,8 @@ class TestDemo:
         assert run(*SHORT, "--out", str(tmp_path)).exit_code == 0
         first, second = (json.loads((f / "result.json").read_text()) for f in (folder, tmp_path))
         assert first["units"] == second["units"]
-        assert first["after"] == second["after"]
+        for what in ("accuracy", "parameters", "multiply_adds"):
+            assert first["after"][what] == second["after"][what]
 
 
 def test_a_run_too_short_to_prune_says_so(tmp_path):
@@ -62,7 +75,7 @@ def test_a_run_too_short_to_prune_says_so(tmp_path):
         (["--data", "imagenet"], "unknown data set 'imagenet': choose one of digits."),
         (["--network", "vgg"], "unknown network 'vgg': choose one of lenet5, mlp."),
         (["--criterion", "luck"], "unknown criterion 'luck': choose one of bmrs_n, bmrs_u, snr, mean."),
-        (["--price", "free"], "unknown price 'free': choose one of uniform, layer, elbo."),
+        (["--price", "free"], "unknown price 'free': choose one of layer, uniform, params, macs, elbo."),
         (["--strength", "-1"], "strength must be"),
         (["--epochs", "0"], "epochs must be above 0; got 0."),
         (["--fine-tune", "-1"], "fine_tune must be 0 epochs or more; got -1."),

@@ -95,15 +95,25 @@ class WeightGate(ConsumerGate):
     During a forward pass the module sees the product in place of its parameter.
     """
 
-    def enter(self) -> bool:
-        """Whether it was not there already."""
+    _product: tuple[Tensor, Tensor] | None = None  # the last one, and the gates it was made with
+
+    def enter(self, again: bool = False) -> bool:
+        """Whether it was not there already. ``again``: in a part that activation checkpointing runs once more."""
         if self.name in self.module.__dict__:
             return False
-        shape = [-1 if d == self.dim else 1 for d in range(self.weight.dim())]
-        factors = self.factors(self.bank.current()[:1])[0].to(self.weight.dtype).reshape(shape)
+        theta = self.bank.current()
+        # The very same tensor again: checkpointing counts what is computed inside the part.
+        known = again and self._product is not None and self._product[0] is theta
+        if not known:
+            shape = [-1 if d == self.dim else 1 for d in range(self.weight.dim())]
+            self._product = theta, self.weight * self.factors(theta[:1])[0].to(self.weight.dtype).reshape(shape)
+        assert self._product is not None
         # The module's __dict__ is looked at before its parameters.
-        self.module.__dict__[self.name] = self.weight * factors
+        self.module.__dict__[self.name] = self._product[1]
         return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_product": None}
 
     def leave(self) -> None:
         self.module.__dict__.pop(self.name, None)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from bmrs import _checks, chance, parallel
+from bmrs import _checks, chance
 from bmrs.gates import ConsumerGate, InputGate, OutputGate, WeightGate, consumer_gates
 from bmrs.posterior import LOG_A, LOG_B, TruncatedLogNormal
 from bmrs.structure.record import GATES, Removed, check_record, removed
@@ -24,6 +24,7 @@ from bmrs.structure.structures import Structure, Structures
 
 Noise = Literal["example", "batch"]
 _PER_UNIT = ("mu", "log_sigma", "alive")
+_DAMAGED = "the state dict's record of what was removed is damaged: load another."
 
 
 class NoiseBank(nn.Module):
@@ -79,12 +80,12 @@ class NoiseBank(nn.Module):
         self.draws = self.steps = 0  # draws made, and optimizer steps a Pruner has seen
         self._theta: Tensor | None = None
         self._drawn = False  # for the pass that begins, by whoever called
+        self._runs_again = False  # a part of this pass, with gradients: activation checkpointing of the reentrant kind
         self._root: nn.Module | None = None
         self._hooks: list[Any] = []
         self._gate_hooks: list[Any] = []
         self._inside = 0  # passes of the network that are running
         self.optimizers: list[torch.optim.Optimizer] = []  # whose state goes along when a state dict is loaded
-        self._wrapper: weakref.ref[nn.Module] | None = None  # DistributedDataParallel, if seen around the network
         self._consumers: list[ConsumerGate] = []
         # As it was when attached: units of each structure, where its gates began, and how many there were in all.
         self._units: dict[str, list[int]] = {}
@@ -154,7 +155,7 @@ class NoiseBank(nn.Module):
                 rows.setdefault(gate.module, gate)  # weight and bias fold alike, the output is multiplied once
         for module, output in rows.items():
             self._gate_hooks.append(module.register_forward_hook(output.after, prepend=True))
-        # Activation checkpointing runs a part of the network again: whichever part holds a gated weight puts it in place.
+        # Activation checkpointing runs a part of the network again: a part that holds a gated weight puts it in place.
         paths = {id(module): path for path, module in self._root.named_modules()}
         parts: dict[nn.Module, list[WeightGate]] = {}
         for gate in self._consumers:
@@ -250,7 +251,10 @@ class NoiseBank(nn.Module):
     @staticmethod
     def record_in(state: Tensor) -> Removed:
         """What was removed, as a state dict's extra state says."""
-        return Removed.from_json(_extra(state).get("removed", Removed().to_json()))
+        try:
+            return Removed.from_json(_extra(state).get("removed", Removed().to_json()))
+        except (KeyError, TypeError, ValueError, AttributeError) as problem:
+            raise ValueError(_DAMAGED) from problem
 
     def _before_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """Bring the network to the shapes of a state dict that is about to be loaded, smaller or larger."""
@@ -303,14 +307,18 @@ class NoiseBank(nn.Module):
 
     def draw(self, batch_size: int) -> Tensor:
         """One draw of every gate: [batch_size, units], or [1, units] for noise per batch."""
-        rows = batch_size if self.noise == "example" else 1
+        if not torch.compiler.is_compiling():
+            self.draws += 1
+            self._runs_again = False
+        self._theta = self._last_draw(batch_size if self.noise == "example" else 1)
+        return self._theta
+
+    def _last_draw(self, rows: int) -> Tensor:
         generator = None
         if not torch.compiler.is_compiling():  # a graph has torch's own random numbers only
             rank = chance.rank() if self.rank is None else self.rank
-            generator = chance.generator(self.mu.device, self.seed, rank, self.draws)
-            self.draws += 1
-        self._theta = self.posterior().rsample((rows,), generator) * self.alive
-        return self._theta
+            generator = chance.generator(self.mu.device, self.seed, rank, self.draws - 1)
+        return self.posterior().rsample((rows,), generator) * self.alive
 
     def mean(self) -> Tensor:
         """E[θ] of every unit, 0 for those removed."""
@@ -319,12 +327,22 @@ class NoiseBank(nn.Module):
     def current(self) -> Tensor:
         """The gates of this pass, all layers: [batch_size or 1, units]."""
         if self._theta is not None:
-            return self._theta
+            if not self._theta.requires_grad or torch.compiler.is_compiling():
+                return self._theta
+            if not torch.is_grad_enabled():
+                self._runs_again = True
+            # What runs again inside a backward pass has a backward pass of its own, and needs a graph of its own.
+            return self._last_draw(len(self._theta)) if self.recomputing else self._theta
         if self.training:
             raise RuntimeError(
                 "no gates have been drawn: call the model the NoiseBank is attached to, or draw(batch_size) first."
             )
         return self.mean()[None]
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a part of the last pass runs again, to be differentiated by itself."""
+        return self._runs_again and not self._inside and torch.is_grad_enabled()
 
     def theta(self, name: str) -> Tensor:
         """The current gates of one layer: [batch_size or 1, units]."""
@@ -371,9 +389,6 @@ class NoiseBank(nn.Module):
             return
         if not torch.compiler.is_compiling():
             self._inside += 1
-            wrapper = parallel.active_wrapper()
-            if wrapper is not None:
-                self._wrapper = weakref.ref(wrapper)
         if self.training:
             if not self._drawn:
                 self.draw(_batch_size(args, kwargs))
@@ -400,7 +415,7 @@ class NoiseBank(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A draw belongs to one pass and carries its graph: copies and pickles start without.
-        return {**self.__dict__, "_theta": None, "_owner": None, "_wrapper": None, "optimizers": []}
+        return {**self.__dict__, "_theta": None, "_owner": None, "optimizers": []}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # Steps of log σ are lost in 16 bits: where the network is converted, the gates only move.
@@ -452,9 +467,12 @@ class Again:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """As a forward pre-hook."""
-        if torch.compiler.is_compiling() or self.bank.paused or self.bank._inside:
+        if torch.compiler.is_compiling() or self.bank.paused:
             return
-        self.entered = [gate for gate in self.gates if gate.enter()]
+        if self.bank._inside:
+            self.bank.current()  # notes a part that runs without gradients
+            return
+        self.entered = [gate for gate in self.gates if gate.enter(again=True)]
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """As a forward hook."""
@@ -491,8 +509,11 @@ def _gateable(model: nn.Module, structures: Iterable[Structure]) -> list[Structu
 def _extra(state: Tensor) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(bytes(state.cpu().tolist()))
-    except (ValueError, AttributeError, TypeError) as problem:
-        raise ValueError("the state dict's record of what was removed is damaged: load another.") from problem
+        complete = all(isinstance(content[key], int) for key in ("seed", "draws", "steps"))
+    except (ValueError, AttributeError, TypeError, KeyError) as problem:
+        raise ValueError(_DAMAGED) from problem
+    if not complete:
+        raise ValueError(_DAMAGED)
     return content
 
 

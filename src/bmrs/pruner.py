@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bmrs import _checks, parallel
 from bmrs.checkpoint import unwrapped
@@ -19,8 +18,9 @@ from bmrs.gates import units_of_columns
 from bmrs.noise import Noise, NoiseBank
 from bmrs.price import KINDS, prices
 from bmrs.reporting import PruneReport, Range, StructureReport
-from bmrs.steps import GateSteps, holds_any, raw
+from bmrs.steps import GateSteps, check_fits, holds_any, raw
 from bmrs.structure import Structure, Structures, remove
+from bmrs.structure.branches import INDICES
 from bmrs.structure.capture import ExampleInputs, named_tensors
 from bmrs.structure.record import GATES, Removed, check_record, removed
 from bmrs.structure.remove import become
@@ -97,30 +97,38 @@ class Pruner:
             raise ValueError("price 'elbo' needs num_examples, the number of training examples: give num_examples=...")
         for one in optimizers:
             self._check_optimizer(one)
+        parallel.wrappers(self.model)  # refuses those that cannot be made anew
         self.add_kl = bool(add_kl)
         self.structures, chosen = _chosen(self.model, example_inputs, structures)
         device = next(self.model.parameters()).device
-        seed = parallel.shared_number(torch.initial_seed() if seed is None else int(seed), device)
+        seed = parallel.shared_number(torch.initial_seed() if seed is None else int(seed), self.model, device)
         self.bank = NoiseBank.attach(self.model, chosen, noise, log_sigma=log_sigma, seed=seed)
         self._start = log_sigma
         self._gated = [s for s in chosen if s.name in self.bank.layers]
-        self._prices = _prices(price, self._gated, strength, num_examples).to(device)
+        gated = {variable for structure in self._gated for variable in structure.variables}
+        everywhere = self.structures.findings.places.values()
+        self._crossing = any(len(label & gated) > 1 for labels in everywhere for label in labels)
+        try:
+            self._prices = _prices(price, self._gated, strength, num_examples).to(device)
+        except Exception:
+            self._take_off()
+            raise
         self._steps: GateSteps | None = None
         self._copies: list[nn.Module] = []
-        self._wrappers: list[DistributedDataParallel] = []
         self._compiled: list[Any] = []
         self._snapshot: dict[str, Any] | None = None
         self.finished = False
         self._remember()
         self.follow(*optimizers)
         self._follow_wrappers(model)
+        parallel.rewrap(self.model)
         log.info("gates on %d units of %d structures", len(self.bank.mu), len(self._gated))
 
-    # --- what trains along ---------------------------------------------------------------------------------------------
+    # --- what trains along --------------------------------------------------------------------------------------------
 
     def follow(self, *others: Any) -> None:
         """Tell of what is to shrink along: optimizers, copies of the network made after this Pruner (an EMA), and
-        wrappers of the network (DistributedDataParallel, torch.compile) made after it.
+        compiled wrappers of the network (torch.compile) made after it. DistributedDataParallel is found by itself.
         """
         for other in others:
             if isinstance(getattr(other, "optimizer", other), torch.optim.Optimizer):
@@ -155,15 +163,10 @@ class Pruner:
             raise ValueError("optimizer must keep its state per parameter, which LBFGS does not: use another one.")
 
     def _follow_wrappers(self, model: nn.Module) -> None:
-        """DistributedDataParallel takes stock of the parameters when it is made; a compiled graph draws no gates."""
+        """A compiled graph draws no gates, so that they are drawn around it."""
         inner: Any = model
         while inner is not self.model and isinstance(inner, nn.Module):
-            if isinstance(inner, DistributedDataParallel):
-                if all(inner is not known for known in self._wrappers):
-                    self._wrappers.append(inner)
-                    parallel.rewrap(inner)
-                inner = inner.module
-            elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+            if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
                 if all(inner is not known for known in self._compiled):
                     self._compiled.append(inner)
                     self.bank._hooks += [
@@ -176,11 +179,14 @@ class Pruner:
 
     def _check_copy(self, copied: nn.Module) -> None:
         network = next((module for module in copied.modules() if GATES in module._modules), None)
-        if network is None or _bank(network).mu.shape != self.bank.mu.shape:
+        if network is None or _bank(network)._units != self.bank._units:
             raise ValueError(
                 "a copy of the network must have its gates to shrink with it: make the copy (EMA) after the Pruner."
             )
         _bank(network)._owner = self.bank._owner
+        if removed(network) != removed(self.model):  # units went, or a state was loaded, since it was made
+            become(network, removed(self.model))
+            _bank(network).place_anew()
 
     def _copied(self) -> list[nn.Module]:
         """The networks inside the copies."""
@@ -189,7 +195,7 @@ class Pruner:
     def _after_step(self) -> None:
         self.bank.steps += 1
 
-    # --- the KL --------------------------------------------------------------------------------------------------------
+    # --- the KL -------------------------------------------------------------------------------------------------------
 
     @property
     def prices(self) -> Tensor:
@@ -208,7 +214,7 @@ class Pruner:
         with torch.enable_grad():
             return torch.autograd.grad(self.kl(), [self.bank.mu, self.bank.log_sigma])
 
-    # --- what units are worth ------------------------------------------------------------------------------------------
+    # --- what units are worth -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def scores(self) -> dict[str, Tensor]:
@@ -244,13 +250,13 @@ class Pruner:
                 value = of(tensors[name]) if isinstance(tensors[name], nn.Parameter) else None
                 if value is not None:
                     found = True
-                    per_index = value.detach().double().square().movedim(dim, 0).flatten(1).sum(1)
+                    per_index = value.detach().double().square().movedim(dim, 0).reshape(value.shape[dim], -1).sum(1)
                     units = torch.tensor(units_of_columns(structure, (name, dim), len(per_index), first))
                     owned = (units >= 0).to(per_index.device)
                     squares.index_add_(0, units.to(per_index.device)[owned], per_index[owned])
         return squares.sqrt() if found else None
 
-    # --- removal -------------------------------------------------------------------------------------------------------
+    # --- removal ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prune(self, fraction: float | None = None, *, undoable: bool | None = None) -> PruneReport:
@@ -286,6 +292,7 @@ class Pruner:
             if bool(chosen[layer].all()):
                 spared.add(name)
                 chosen[layer] = spare_best(chosen[layer], worth[layer])
+        spared |= self._uncross(chosen, worth)
         chosen = parallel.agreed(chosen, self.model)
         going = {s: chosen[self.bank.layers[s.name]].nonzero().flatten().tolist() for s in self._gated}
         made = self._report(chosen, spared)
@@ -297,6 +304,34 @@ class Pruner:
             self._shrink_copies()
             self._changed()
         return self._counted(made)
+
+    def _uncross(self, chosen: Tensor, worth: Tensor) -> set[str]:
+        """Units of several structures may share an index, as a channel and the row of a branch that is added to it do.
+
+        One index stays of each kind, and a unit goes with the last of its indices. Changes the choice; returns the
+        names of structures that were spared.
+        """
+        spared: set[str] = set()
+        if not self._crossing:
+            return spared
+        gone, units = self.structures.gone, [v for s in self._gated for v in s.variables]
+        names = [name for name, layer in self.bank.layers.items() for _ in range(layer.start, layer.stop)]
+        at = {variable: n for n, variable in enumerate(v for v in units if v not in gone)}
+        places = [
+            [[at[v] for v in label if v in at] for label in labels if gone.isdisjoint(label)]
+            for labels in self.structures.findings.places.values()
+        ]
+        out, value = set(chosen.nonzero().flatten().tolist()), worth.tolist()
+        for indices in places:
+            going = [[n for n in index if n in out] for index in indices]
+            if going and all(going):
+                best = max(going, key=lambda index: min(value[n] for n in index))
+                out -= set(best)
+                spared |= {names[n] for n in best}
+        left = {n for indices in places for index in indices if out.isdisjoint(index) for n in index}
+        out |= {n for indices in places for index in indices for n in index} - left
+        chosen.zero_()[sorted(out)] = True
+        return spared
 
     def undo(self) -> None:
         """Back to the moment before the last undoable :meth:`prune`: weights, gates, optimizers and copies."""
@@ -316,12 +351,17 @@ class Pruner:
                 self._steps.end()
             for network in (*self._copied(), self.model):
                 _bank(network).fold()
-            self.structures.followers.remove(self.bank)
+            self._take_off()
             self.finished = True
             self._changed()
         if fine_tune is not None:
             fine_tune(self.model)
         return self.model
+
+    def _take_off(self) -> None:
+        if GATES in self.model._modules:
+            self.bank.detach()
+        self.structures.followers.remove(self.bank)
 
     def _shrink_copies(self) -> None:
         for network in self._copied():
@@ -331,28 +371,32 @@ class Pruner:
     def _changed(self) -> None:
         """After the network changed: whatever took stock of it must do so again."""
         torch.compiler.reset()
-        seen = self.bank._wrapper() if self.bank._wrapper is not None else None
-        wrappers = {id(wrapper): wrapper for wrapper in (*self._wrappers, seen) if wrapper is not None}
-        for wrapper in wrappers.values():
-            assert isinstance(wrapper, DistributedDataParallel)
-            parallel.rewrap(wrapper)
+        torch.clear_autocast_cache()  # which has weights in 16 bits until its context ends
+        parallel.rewrap(self.model)
         self._remember()
 
     def _remember(self) -> None:
-        self._known = {name: (tensor, tensor.shape) for name, tensor in named_tensors(self.model)}
+        """Every tensor, with the shape it had when the network was whole."""
+        whole = removed(self.model).shapes
+        self._known = {
+            name: (tensor, tuple(whole.get(name, tensor.shape)))
+            for name, tensor in named_tensors(self.model)
+            if not name.endswith(INDICES)  # which comes and goes with the rows of a branch
+        }
 
     def _check_unchanged(self) -> None:
         if self.finished:
             raise ValueError("the Pruner has finished and its gates are gone: make a new one to prune on.")
-        now = dict(named_tensors(self.model))
-        for name, (tensor, shape) in self._known.items():
+        now, record = dict(named_tensors(self.model)), removed(self.model)
+        for name, (tensor, whole) in self._known.items():
             what = ""
+            shape = record.reduced(name, whole)
             if name not in now:
                 what = f"'{name}' is gone"
             elif isinstance(tensor, nn.Parameter) and now[name] is not tensor:
                 what = f"'{name}' is another parameter"
-            elif now[name].shape != shape:
-                what = f"'{name}' has shape {tuple(now[name].shape)}, no longer {tuple(shape)}"
+            elif tuple(now[name].shape) != shape:
+                what = f"'{name}' has shape {tuple(now[name].shape)}, no longer {shape}"
             if what:
                 raise RuntimeError(
                     f"the model was changed behind the Pruner's back ({what}), so nothing is done: undo that, or take "
@@ -392,7 +436,7 @@ class Pruner:
         log.info("%s", made)
         return made
 
-    # --- resuming ------------------------------------------------------------------------------------------------------
+    # --- resuming -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to go on from: the network and what was removed from it, gates and their random numbers,
@@ -417,11 +461,11 @@ class Pruner:
         for copied, content in zip(self._copies, state["copies"], strict=True):
             copied.load_state_dict(content)
         for optimizer, content in zip(self.bank.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(content)
+            optimizer.load_state_dict(copy.deepcopy(content))  # else it would go on writing into the state
         self._changed()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping) or "version" not in state or "model" not in state:
+        if not isinstance(state, Mapping) or not state.keys() >= {"version", "model", "optimizers", "copies"}:
             raise ValueError("state must be what Pruner.state_dict() returned.")
         if state["version"] != _VERSION:
             raise ValueError(f"state has format {state['version']}, this version of bmrs reads {_VERSION}.")
@@ -438,19 +482,34 @@ class Pruner:
                     "state comes from an optimizer with other parameter groups: build it as it was, and the Pruner "
                     "before or after its scheduler as it was."
                 )
-        present = self.model.state_dict()
         record, extra = Removed(), f"{GATES}._extra_state"
         if extra in state["model"]:
             record = self.bank.record_in(state["model"][extra])
             check_record(self.model, record, "the state")
-        for name in present.keys() | state["model"].keys():
-            if name not in present or name not in state["model"]:
-                where = "the state" if name not in state["model"] else "the model"
+        networks = zip((self.model, *self._copies), (self.model, *self._copied()), strict=True)
+        for (whole, network), content in zip(networks, (state["model"], *state["copies"]), strict=True):
+            self._check_tensors(whole, network, content, record)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for optimizer, content in zip(self.bank.optimizers, state["optimizers"], strict=True):
+            mine = [p for group in optimizer.param_groups for p in group["params"]]
+            saved = [number for group in content["param_groups"] for number in group["params"]]
+            for parameter, number in zip(mine, saved, strict=True):
+                shape = record.shape(names.get(id(parameter), ""), parameter, removed(self.model))
+                check_fits(content["state"].get(number, {}), shape)
+
+    @staticmethod
+    def _check_tensors(whole: nn.Module, network: nn.Module, content: Mapping[str, Any], record: Removed) -> None:
+        """That a state dict has the names and shapes ``whole`` will have, the network inside it as the record says."""
+        present = whole.state_dict()
+        inside = next(f"{path}." if path else "" for path, module in whole.named_modules() if module is network)
+        for name in present.keys() | content.keys():
+            if name not in present or name not in content:
+                where = "the state" if name not in content else "the model"
                 raise ValueError(f"'{name}' is missing in {where}: build the model and its Pruner as they were.")
-            expected = record.shape(name, present[name], removed(self.model))
-            if name != extra and tuple(state["model"][name].shape) != expected:
+            expected = record.shape(name.removeprefix(inside), present[name], removed(network))
+            if not name.endswith("_extra_state") and tuple(content[name].shape) != expected:
                 raise ValueError(
-                    f"state holds '{name}' with shape {tuple(state['model'][name].shape)}, but this model's would have "
+                    f"state holds '{name}' with shape {tuple(content[name].shape)}, but this model's would have "
                     f"{expected}: build the model as it was."
                 )
 

@@ -5,7 +5,7 @@ were clipped. The gates' parameters φ have a group of their own: for good where
 scheduler, and otherwise, where the number of groups is known to others already, for the length of each step.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,12 +158,17 @@ class GateSteps:
 def check_state(optimizer: torch.optim.Optimizer) -> None:
     """Loading an optimizer's state does not look at shapes: it would fail, or not, many steps later."""
     for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if not isinstance(value, Tensor) or value.dim() != parameter.dim():
-                continue
-            # Factored states, as Adafactor's, have size 1 along some dimensions.
-            if any(size not in (1, there) for size, there in zip(value.shape, parameter.shape, strict=True)):
-                raise ValueError(
-                    f"optimizer state '{key}' of shape {tuple(value.shape)} does not fit a parameter of shape "
-                    f"{tuple(parameter.shape)}: load the model of the same moment first, then its optimizer."
-                )
+        check_fits(state, parameter.shape)
+
+
+def check_fits(state: Mapping[str, Any], shape: Sequence[int]) -> None:
+    """That an optimizer's state is that of a parameter of this shape."""
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.dim() != len(shape):
+            continue
+        # Factored states, as Adafactor's, have size 1 along some dimensions.
+        if any(size not in (1, there) for size, there in zip(value.shape, shape, strict=True)):
+            raise ValueError(
+                f"optimizer state '{key}' of shape {tuple(value.shape)} does not fit a parameter of shape "
+                f"{tuple(shape)}: load the model of the same moment first, then its optimizer."
+            )

@@ -1,5 +1,7 @@
 """Hugging Face models: a reduced one as a folder that plain ``from_pretrained`` loads, without bmrs.
 
+``PruningCallback``, for the Trainer, is in :mod:`bmrs.integrations.trainer` and can be imported from here.
+
 A folder holds tensors and a configuration, so this is possible where the configuration can say the smaller shape: the
 same number of neurons left in every layer is another ``intermediate_size``, the same number of heads another
 ``num_attention_heads`` where heads have a width of their own. Which settings say it is found by trying: a change is
@@ -16,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +28,22 @@ from bmrs.checkpoint import unwrapped
 from bmrs.structure.capture import ExampleInputs, arguments, first_line, mode
 from bmrs.structure.record import removed
 
+if TYPE_CHECKING:
+    from bmrs.integrations.trainer import PruningCallback as PruningCallback
+
 MOST_BUILDS = 300
 Setting = tuple[str, ...]
 """Where a setting is: its name, after those of the configurations it lies in."""
 Change = tuple[Setting, int]
 Shapes = dict[str, tuple[int, ...]]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PruningCallback":  # importing it imports transformers, which saving does when it must
+        from bmrs.integrations.trainer import PruningCallback
+
+        return PruningCallback
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], example_inputs: ExampleInputs) -> dict[str, int]:

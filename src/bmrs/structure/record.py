@@ -1,7 +1,8 @@
 """What was removed from a network, in terms of the original: written on the model, and stored in its checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,10 +55,12 @@ class Removed:
 
     def shape(self, name: str, tensor: Tensor, now: "Removed") -> tuple[int, ...]:
         """What a network's tensor has when it was reduced as this record says; ``now``: the network's own."""
-        shape = list(self.shapes.get(name, now.shapes.get(name, list(tensor.shape))))
-        for dim, kept in self.kept.get(name, {}).items():
-            shape[dim] = len(kept)
-        return tuple(shape)
+        return self.reduced(name, self.shapes.get(name, now.shapes.get(name, list(tensor.shape))))
+
+    def reduced(self, name: str, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a tensor that had this one in the original."""
+        kept = self.kept.get(name, {})
+        return tuple(len(kept[dim]) if dim in kept else size for dim, size in enumerate(whole))
 
 
 def removed(model: nn.Module) -> Removed:
@@ -79,6 +82,14 @@ def check_record(model: nn.Module, record: Removed, source: str) -> None:
             for attribute, value in integers.items():
                 if isinstance(integers_of(modules[place]).get(attribute), tuple):  # a file knows lists only
                     integers[attribute] = tuple(value)
+    for name, dims in record.kept.items():
+        shape = record.shapes.get(name, [])
+        for dim, kept in dims.items():
+            ordered = all(first < second for first, second in pairwise([-1, *kept]))
+            if not (0 <= dim < len(shape) and kept and ordered and kept[-1] < shape[dim]):
+                raise ValueError(
+                    f"{source} is damaged, since it keeps indices of '{name}' that there are not: load another."
+                )
     own, tensors = removed(model), dict(named_tensors(model))
     for name, shape in record.shapes.items():
         if name not in tensors:

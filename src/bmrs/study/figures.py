@@ -18,12 +18,12 @@ _MARKERS = "osD^vP*X"
 PRIOR_MEAN = (math.exp(LOG_B) - math.exp(LOG_A)) / (LOG_B - LOG_A)
 
 
-def posterior_figure(log: GateLog, layers: dict[str, slice], tolerance: float | None) -> Figure:
+def posterior_figure(log: GateLog, tolerance: float | None) -> Figure:
     """E[θ] of all units, ΔF against E[θ], and what is left of every layer.
 
     A removed unit is shown as it was when it went. ``tolerance``: where BMRS_N drew its line.
     """
-    gone = log.removed_at.cpu() > 0
+    layers, gone = log.layers, log.removed_at.cpu() > 0
     mean, delta_f = log.mean.cpu(), log.delta_f.cpu()
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1.25, 0.9))

@@ -1,8 +1,8 @@
 """Training one network, with gates or without."""
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +26,34 @@ class Recipe:
     seed: int = 0
 
 
-@dataclass
 class GateLog:
-    """The last known scores of every unit, kept when it is removed."""
+    """The last known scores of every unit there was, kept when it is removed."""
 
-    mean: Tensor
-    snr: Tensor
-    delta_f: Tensor
-    removed_at: Tensor  # epoch of removal; 0: still there
+    def __init__(self, pruner: bmrs.Pruner) -> None:
+        self.layers = dict(pruner.bank.layers)
+        self.mean, self.snr, self.delta_f = bmrs.evidence.scores(pruner.bank.posterior())
+        self.removed_at = torch.zeros(len(self.mean), dtype=torch.long, device=self.mean.device)  # 0: still there
+
+    def note(self, pruner: bmrs.Pruner) -> None:
+        """The scores of the units that are there now."""
+        there = self._there(pruner)
+        for old, new in zip((self.mean, self.snr, self.delta_f), bmrs.evidence.scores(pruner.bank.posterior()),
+                            strict=True):  # fmt: skip
+            old[there] = new
+
+    def note_removed(self, pruner: bmrs.Pruner, epoch: int) -> None:
+        """Units that are no longer there and were, went in this epoch."""
+        gone = torch.ones_like(self.removed_at, dtype=torch.bool)
+        gone[self._there(pruner)] = False
+        self.removed_at[gone & (self.removed_at == 0)] = epoch
+
+    def _there(self, pruner: bmrs.Pruner) -> list[int]:
+        return [
+            self.layers[s.name].start + unit
+            for s in pruner.structures
+            if s.name in self.layers
+            for unit in s.kept
+        ]  # fmt: skip
 
 
 @dataclass
@@ -43,6 +63,7 @@ class Progress:
     epoch: int
     epochs: int
     accuracy: float  # on the validation part
+    seconds: float  # that training took, without validation and pruning
     units_left: dict[str, int] = field(default_factory=dict)
 
 
@@ -56,54 +77,53 @@ def train(
     optimizer = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
     shuffle = torch.Generator().manual_seed(recipe.seed)
     for epoch in range(1, recipe.epochs + 1):
-        network.train()
-        for x, y in batches(data.train, recipe.batch, shuffle):
-            optimizer.zero_grad()
-            F.cross_entropy(network(x), y).backward()
-            optimizer.step()
-        on_epoch(Progress(epoch, recipe.epochs, accuracy(network, data.validation)))
+        seconds = _epoch(network, optimizer, data.train, recipe.batch, shuffle)
+        on_epoch(Progress(epoch, recipe.epochs, accuracy(network, data.validation), seconds))
 
 
 def train_pruning(
     network: nn.Module,
-    bank: bmrs.NoiseBank,
     data: DataSet,
     recipe: Recipe,
     criterion: bmrs.Criterion,
     on_epoch: Callable[[Progress], None] = lambda progress: None,
 ) -> GateLog:
-    """With the bank's gates, removing after every epoch what the criterion says."""
-    gates = [bank.mu, bank.log_sigma]
-    weights = [p for p in network.parameters() if all(p is not gate for gate in gates)]
-    groups: list[dict[str, Any]] = [
-        {"params": weights},
-        {"params": gates, "lr": recipe.learning_rate * recipe.phi_rate},
-    ]
-    optimizer = torch.optim.Adam(groups, lr=recipe.learning_rate)
-    prices = gate_prices(bank.sizes, recipe, len(data.train)).to(bank.mu.device)
+    """With gates, removing after every epoch what the criterion says; the network is plain and smaller in the end."""
+    optimizer = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
+    pruner = bmrs.Pruner(
+        network,
+        data.train.x[:2],
+        optimizer,
+        num_examples=len(data.train),
+        criterion=criterion,
+        price=recipe.price,
+        strength=recipe.strength,
+        phi_lr=recipe.phi_rate,
+        seed=recipe.seed,
+    )
     shuffle = torch.Generator().manual_seed(recipe.seed)
-    log = GateLog(*bmrs.evidence.scores(bank.posterior()), torch.zeros_like(bank.alive, dtype=torch.long))
+    log = GateLog(pruner)
     for epoch in range(1, recipe.epochs + 1):
-        network.train()
-        for x, y in batches(data.train, recipe.batch, shuffle):
-            optimizer.zero_grad()
-            (F.cross_entropy(network(x), y) + bank.kl(prices)).backward()
-            optimizer.step()
-        _prune(bank, criterion, epoch, log)
-        on_epoch(Progress(epoch, recipe.epochs, accuracy(network, data.validation), bank.units_left()))
+        seconds = _epoch(network, optimizer, data.train, recipe.batch, shuffle)
+        log.note(pruner)
+        left = {row.name: row.left for row in pruner.prune().structures}
+        log.note_removed(pruner, epoch)
+        on_epoch(Progress(epoch, recipe.epochs, accuracy(network, data.validation), seconds, left))
+    pruner.finish()
     return log
 
 
-def gate_prices(sizes: Mapping[str, int], recipe: Recipe, num_examples: int) -> Tensor:
-    return bmrs.price.prices(recipe.price, list(sizes.values()), strength=recipe.strength, num_examples=num_examples)
-
-
-def _prune(bank: bmrs.NoiseBank, criterion: bmrs.Criterion, epoch: int, log: GateLog) -> None:
-    """Close the gates the criterion rejects and note what they were like."""
-    scores = bmrs.evidence.scores(bank.posterior())
-    for old, new in zip((log.mean, log.snr, log.delta_f), scores, strict=True):
-        old[bank.alive] = new[bank.alive]
-    log.removed_at[bmrs.prune(bank, criterion)] = epoch
+def _epoch(
+    network: nn.Module, optimizer: torch.optim.Optimizer, part: Part, batch: int, shuffle: torch.Generator
+) -> float:
+    """One pass over the data; returns the seconds it took."""
+    start = time.perf_counter()
+    network.train()
+    for x, y in batches(part, batch, shuffle):
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    return time.perf_counter() - start
 
 
 def batches(part: Part, size: int, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,116 @@
+"""Kill a training that prunes, at random moments, and see whether it ends as if nothing had happened.
+
+python -m benchmarks.kills                   # 20 kills of examples/plain_loop.py; writes results/kills.json and .md
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from bmrs.study.provenance import provenance
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "plain_loop.py"
+
+
+def start(folder: Path, epochs: int) -> subprocess.Popen:
+    command = [sys.executable, str(EXAMPLE), "--epochs", str(epochs), "--out", str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finished(folder: Path, epochs: int) -> str:
+    process = start(folder, epochs)
+    output, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the training failed:\n{output}")
+    return output
+
+
+def killed(folder: Path, epochs: int, after: float) -> str:
+    process = start(folder, epochs)
+    time.sleep(after)
+    os.kill(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    return output
+
+
+def outcome(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    """What was removed, and the weights."""
+    with safe_open(folder / "small.safetensors", framework="pt") as file:
+        return file.metadata()["bmrs"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def epochs_in(output: str) -> int:
+    return max((int(number) for number in re.findall(r"^epoch (\d+):", output, re.MULTILINE)), default=0)
+
+
+def run(kills: int, epochs: int, seed: int) -> dict:
+    chance = random.Random(seed)
+    runs = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        begun = time.perf_counter()
+        finished(folder / "undisturbed", epochs)
+        whole = time.perf_counter() - begun
+        removed, weights = outcome(folder / "undisturbed")
+        for number in range(kills):
+            own = folder / str(number)
+            after = chance.uniform(0.0, whole)
+            reached = epochs_in(killed(own, epochs, after))
+            finished(own, epochs)
+            again, there = outcome(own)
+            runs.append(
+                {
+                    "killed_after_seconds": after,
+                    "epochs_done": reached,
+                    "same_structure": again == removed,
+                    "same_weights": all(torch.equal(there[name], weight) for name, weight in weights.items()),
+                }
+            )
+            print(runs[-1], flush=True)
+    return {"undisturbed_seconds": whole, "epochs": epochs, "runs": runs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args()
+    result = run(options.kills, options.epochs, options.seed)
+    result["provenance"] = made = provenance(seeds=1, device="cpu")
+    runs = result["runs"]
+    structure, weights = (sum(one[key] for one in runs) for key in ("same_structure", "same_weights"))
+    page = [
+        f"# {len(runs)} kills of a training that prunes",
+        "",
+        f"`examples/plain_loop.py`, {options.epochs} epochs, killed (SIGKILL) at random moments and started again,",
+        "which resumes from its last checkpoint, against the same training undisturbed.",
+        "",
+        f"- the same final structure: **{structure} of {len(runs)}**",
+        f"- the same weights, bit for bit: **{weights} of {len(runs)}**",
+        f"- epochs done when killed: {', '.join(str(one['epochs_done']) for one in runs)}",
+        "",
+        f"`{made['command']}`, {made['machine']}, {made['date']}, commit {made['commit']},",
+        f"versions {made['versions']}.",
+        "",
+    ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "kills.json").write_text(json.dumps(result, indent=2) + "\n")
+    (options.out / "kills.md").write_text("\n".join(page))
+    print("\n".join(page))
+
+
+if __name__ == "__main__":
+    main()
