@@ -78,9 +78,12 @@ def made(make=lambda p: optim.Adam(p, 1e-2), **options):
 
 
 def spread(pruner):
+    """Gates as different as after a training. The last unit of a layer is worth most, so that no layer is emptied."""
+    last = [layer.stop - 1 for layer in pruner.bank.layers.values()]
     with torch.no_grad():
         pruner.bank.mu.uniform_(-1.0, 0.2)
         pruner.bank.log_sigma.uniform_(-2.0, 0.0)
+        pruner.bank.log_sigma[last] = -5.0 + torch.rand(len(last))
 
 
 def dead(pruner, *units):
@@ -129,9 +132,10 @@ class TestWhatItChooses:
         assert model[0].out_channels == model[1].num_features == model[3].in_channels == 4
         assert model[6].out_features == model[8].in_features == 6
         assert (values[[1, 4, 11]] > -0.919).all()
-        assert report.structures[0].delta_f_removed == pytest.approx((values[[1, 4]].min(), values[[1, 4]].max()))
+        gone, kept = values[[1, 4]].tolist(), values[6:11].tolist()
+        assert report.structures[0].delta_f_removed == pytest.approx((min(gone), max(gone)))
         assert report.structures[1].delta_f_removed is None
-        assert report.structures[1].delta_f_kept == pytest.approx((values[6:11].min(), values[6:11].max()))
+        assert report.structures[1].delta_f_kept == pytest.approx((min(kept), max(kept)))
 
     def test_scores_are_the_criterion_s_own_by_structure(self):
         for criterion, expected in (
@@ -163,13 +167,11 @@ class TestWhatItChooses:
         train(model, optimizer)
         spread(pruner)
         lowest = {(one.structure, one.unit) for one in pruner.rank()[: int(fraction * 18)]}
-        for name, count in UNITS.items():
-            assert sum(one[0] == name for one in lowest) < count or fraction > 0.25
-        left = {n: [u for u in range(k) if (n, u) not in lowest] for n, k in UNITS.items()}
         report = pruner.prune(fraction=fraction)
-        if all(left.values()):
-            assert {s.name: s.kept for s in pruner.structures} == left
-            assert report.removed == int(fraction * 18)
+        assert {s.name: s.kept for s in pruner.structures} == {
+            name: [unit for unit in range(count) if (name, unit) not in lowest] for name, count in UNITS.items()
+        }
+        assert report.removed == int(fraction * 18)
         train(model, optimizer)
 
     def test_a_fraction_is_of_the_units_still_there(self):
@@ -230,7 +232,8 @@ class TestWhatItChooses:
             model = Residual()
             structures = bmrs.structures(model, x)
             pruner = bmrs.Pruner(model, x, structures=structures.everything)
-            spread(pruner)
+            with torch.no_grad():
+                pruner.bank.mu.uniform_(-1.0, 0.2)
             assert set(pruner.bank.layers) == {"stem", "inner", "back branch"}
             report = pruner.prune(fraction=0.75)
             left = {row.name: row.left for row in report.structures}
@@ -284,13 +287,16 @@ class TestNorms:
             torch.testing.assert_close(norm, again[name])
 
     def test_gradient(self):
-        model, optimizer, pruner = made(criterion=bmrs.Gradient(0.8, 0.02))
+        model, optimizer, pruner = made(criterion=bmrs.Gradient(1.0, 1.0))
         train(model, optimizer)
         weight = torch.cat(list(self.norms(model, lambda p: p.detach().double()).values()))
         slope = torch.cat(list(self.norms(model, lambda p: p.grad.double()).values()))
+        high, steep = float(weight.quantile(0.7)), float(slope.quantile(0.7))
+        pruner.criterion = bmrs.Gradient(high, steep)
         scores = torch.cat(list(pruner.scores().values()))
-        torch.testing.assert_close(scores, torch.maximum(weight / 0.8, slope / 0.02))
-        low = ((weight < 0.8) & (slope < 0.02)).split([6, 5, 7])
+        torch.testing.assert_close(scores, torch.maximum(weight / high, slope / steep))
+        low = ((weight < high) & (slope < steep)).split([6, 5, 7])
+        assert sum(int(gone.sum()) for gone in low) >= 6
         report = pruner.prune()
         for row, gone in zip(report.structures, low, strict=True):
             assert row.removed == min(int(gone.sum()), len(gone) - 1)
@@ -532,9 +538,12 @@ class TestWarnings:
         (model(X).sum() * math.nan).backward()
         optimizer.step()
         assert torch.isnan(pruner.bank.mu).all()
-        with pytest.warns(UserWarning, match="nothing is removed") as caught:
+        with pytest.warns(UserWarning, match=r"is not finite|are NaN") as caught:
             report = pruner.prune()
-        assert any("18 of 18 units have a score that is not finite" in str(one.message) for one in caught)
+        scores, parameters = (str(one.message) for one in caught)
+        assert scores.startswith("18 of 18 units have a score that is not finite and are kept")
+        assert parameters.startswith("the network has parameters that are NaN or infinite, so nothing is removed")
+        json.dumps(report.to_json(), allow_nan=False)
         assert report.removed == 0
         assert [s.units for s in pruner.structures] == [6, 5, 7]
         pruner.load_state_dict(state)
@@ -550,7 +559,8 @@ class TestWarnings:
         with pytest.warns(UserWarning, match="1 of 18 units have a score that is not finite and are kept"):
             report = pruner.prune()
         assert pruner.structures["0"].kept == [0, 3, 4, 5]
-        json.dumps(report.to_json(), allow_nan=False)
+        assert "nan" not in json.dumps(report.to_json(), allow_nan=False)
+        assert "nan" not in str(report)
 
 
 def replaced(model):
@@ -593,13 +603,14 @@ class TestBehindItsBack:
         assert not pruner.finished
 
     def test_a_new_pruner_can_be_made_as_the_message_says(self):
-        model, optimizer, pruner = made()
+        model, _, pruner = made()
         model[3] = nn.Conv2d(6, 5, 3)
         with pytest.raises(RuntimeError, match=r"model\.bmrs_noise\.detach\(\) and make a new Pruner"):
             pruner.prune(fraction=0.5)
         model.bmrs_noise.detach()
-        optimizer = optim.Adam(model.parameters())
-        assert bmrs.Pruner(model, X, optimizer).prune(fraction=0.5).removed == 9
+        again = bmrs.Pruner(model, X, optim.Adam(model.parameters()))
+        spread(again)
+        assert again.prune(fraction=0.5).removed == 9
 
     def test_moving_and_converting_are_no_changes(self):
         model, _, pruner = made()

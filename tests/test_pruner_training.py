@@ -46,10 +46,12 @@ IMAGES, ROWS = batches(1)[0][0], batches(1, 4)[0][0]
 
 
 def spread(bank):
-    """Gates as different from each other as after a long training."""
+    """Gates as different as after a training. The last unit of a layer is worth most, so that no layer is emptied."""
+    last = [layer.stop - 1 for layer in bank.layers.values()]
     with torch.no_grad():
         bank.mu.uniform_(-1.0, 0.2)
         bank.log_sigma.uniform_(-2.0, 0.0)
+        bank.log_sigma[last] = -5.0 + torch.rand(len(last), dtype=bank.mu.dtype)
 
 
 def train(model, optimizer, data, scheduler=None):

@@ -145,9 +145,12 @@ def gated(name, make=lambda p: optim.Adam(p, 1e-2), **options):
 
 
 def spread(bank):
+    """Gates as different as after a training. The last unit of a layer is worth most, so that no layer is emptied."""
+    last = [layer.stop - 1 for layer in bank.layers.values()]
     with torch.no_grad():
         bank.mu.uniform_(-1.0, 0.2)
         bank.log_sigma.uniform_(-2.0, 0.0)
+        bank.log_sigma[last] = -5.0 + torch.rand(len(last), dtype=bank.mu.dtype)
 
 
 def batches(count):

@@ -396,6 +396,7 @@ class NoiseBank(nn.Module):
             self._theta = self.mean()[None]
         for gate in self._consumers:
             if isinstance(gate, WeightGate):
+                gate.leave()  # gates of a pass around this one, as Lightning makes them: this one has its own
                 gate.enter()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -137,9 +137,23 @@ class Pruner:
                 raise TypeError(f"only optimizers and networks can be followed; got {type(other).__name__}.")
             elif any(module is self.model for module in other.modules()):
                 self._follow_wrappers(other)
-            else:
+            elif all(other is not known for known in self._copies):
                 self._check_copy(other)
                 self._copies.append(other)
+
+    def forget(self, *others: Any) -> None:
+        """Follow these optimizers and copies no longer, as when another training begins with new ones."""
+        for other in others:
+            gone = raw(other) if isinstance(getattr(other, "optimizer", other), torch.optim.Optimizer) else other
+            if self._steps is not None and self._steps.optimizer is gone:
+                self._steps.end()
+                self._steps = None
+            self.bank.optimizers[:] = [known for known in self.bank.optimizers if known is not gone]
+            self._copies = [known for known in self._copies if known is not gone]
+
+    def followed(self) -> list[Any]:
+        """The optimizers and copies that shrink along."""
+        return [*self.bank.optimizers, *self._copies]
 
     def _follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_optimizer(optimizer)
@@ -573,6 +587,7 @@ def _prices(price: Price, structures: list[Structure], strength: float, num_exam
 
 
 def _range(values: Tensor) -> Range | None:
+    values = values[values.isfinite()]
     return (float(values.min()), float(values.max())) if values.numel() else None
 
 

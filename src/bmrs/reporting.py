@@ -8,7 +8,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class StructureReport:
-    """One structure. ΔF is the log evidence without a unit minus with it; None where there are no such units."""
+    """One structure. ΔF is the log evidence without a unit minus with it; None where no such unit has any."""
 
     name: str
     kind: str

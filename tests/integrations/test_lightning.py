@@ -1,6 +1,8 @@
 """Lightning trains as it did, and the network gets smaller."""
 
+import os
 import runpy
+import socket
 import subprocess
 import sys
 import warnings
@@ -192,6 +194,18 @@ class TestTraining:
         assert units(callback)[-1] < first[-1] < 24
         assert accuracy(module) > 0.97
 
+    def test_fitting_twice_with_optimizers_that_do_not_know_of_the_gates(self):
+        class Own(Classifier):
+            def configure_optimizers(self):
+                return torch.optim.AdamW([*self.net[0].parameters(), *self.net[2].parameters()], lr=RATE)
+
+        module, callback = Own(), pruning()
+        trainer(callback, epochs=1).fit(module, loader())
+        before = callback.pruner.bank.log_sigma.detach().clone()
+        trainer(callback, epochs=1).fit(module, loader())
+        assert (callback.pruner.bank.log_sigma - before).abs().min() > 0.1
+        assert len(callback.pruner.followed()) == 1
+
     def test_a_finished_callback_leaves_the_network_alone(self):
         module, callback = Classifier(), pruning()
         trainer(callback).fit(module, loader())
@@ -237,9 +251,36 @@ class TestTraining:
                 ]
 
         module, callback = Pair(), pruning(module="net")
-        trainer(callback).fit(module, loader())
-        assert callback.finish()[0].out_features < 16
+        fit = trainer(callback)
+        fit.fit(module, loader())
+        assert callback.finish()[0].out_features == fit.callback_metrics["net.bmrs_units"] < 16
         assert accuracy(module) > 0.97
+
+    def test_a_callback_for_each_of_two_parts(self):
+        class Two(Classifier):
+            def __init__(self):
+                super().__init__()
+                self.other = network(hidden=40)
+                self.automatic_optimization = False
+
+            def training_step(self, batch, index):
+                x, y = batch
+                for optimizer, part in zip(self.optimizers(), (self.net, self.other), strict=True):
+                    optimizer.zero_grad()
+                    self.manual_backward(F.cross_entropy(part(x), y))
+                    optimizer.step()
+
+            def configure_optimizers(self):
+                return [torch.optim.Adam(part.parameters(), lr=RATE) for part in (self.net, self.other)]
+
+        module, callbacks = Two(), [pruning(module=name, example_inputs=X[:4]) for name in ("net", "other")]
+        fit = trainer(*callbacks)
+        fit.fit(module, loader())
+        left = [callback.finish()[0].out_features for callback in callbacks]
+        assert left == [fit.callback_metrics["net.bmrs_units"], fit.callback_metrics["other.bmrs_units"]]
+        assert left[0] < 16
+        assert left[1] < 30
+        assert min(accuracy(module.net), accuracy(module.other)) > 0.97
 
     def test_several_inputs_some_by_name(self):
         class Two(nn.Module):
@@ -265,6 +306,31 @@ class TestTraining:
         trainer(callback).fit(module, loader())
         assert callback.pruner.model is module.net
         assert callback.finish().net[0].out_features < 16
+
+
+def test_a_pass_within_a_pass_has_gates_of_its_own():
+    """With several processes Lightning calls the module to run training_step, and that calls it again."""
+
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.weight = nn.Linear(8, 6), nn.Parameter(torch.randn(6, 2))
+            self.within = False
+
+        def forward(self, x):
+            if self.within:
+                self.within = False
+                return self(x)
+            return torch.relu(self.first(x)) @ self.weight
+
+    torch.manual_seed(0)
+    model = Product()
+    pruner = bmrs.Pruner(model, X[:4], **OPTIONS)
+    pruner.bank.log_sigma.data.fill_(-1.0)
+    model.within = True
+    found = model(X[:4])
+    assert torch.allclose(found, (torch.relu(model.first(X[:4])) * pruner.bank.theta("first")[:1]) @ model.weight)
+    assert pruner.bank.draws == 2
 
 
 @pytest.fixture(scope="module")
@@ -465,6 +531,12 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"FSDPStrategy splits parameters, .* use strategy='ddp'"):
             trainer(pruning(), strategy=FSDPStrategy("cpu")).fit(Classifier(), loader())
 
+    def test_a_strategy_that_trains_copies(self):
+        fit, module, callback = trainer(pruning(), devices=2, strategy="ddp_fork"), Classifier(), pruning()
+        fit.strategy._configure_launcher()
+        with pytest.raises(ValueError, match=r"DDPStrategy trains copies in other processes, .* use strategy='ddp'"):
+            callback.setup(fit, module, "fit")
+
     @pytest.mark.parametrize(
         ("options", "match"),
         [
@@ -505,8 +577,17 @@ assert toy.accuracy(callback.finish()) > 0.95
 def test_two_processes_keep_the_same_units(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES.format(root=str(ROOT), folder=str(tmp_path)))
-    made = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=180, check=False)
-    assert made.returncode == 0, made.stderr[-3000:]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [
+        subprocess.Popen(
+            [sys.executable, script], env={**shared, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    errors = [one.communicate(timeout=180)[1] for one in started]
+    assert [one.returncode for one in started] == [0, 0], errors[0][-3000:]
     (units_of_one, one), (units_of_other, other) = (torch.load(tmp_path / rank) for rank in "01")
     assert units_of_one == units_of_other
     assert units_of_one[-1] < 20

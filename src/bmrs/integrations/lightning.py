@@ -56,7 +56,7 @@ class PruningCallback(PruningEpochs, Callback):
         :class:`bmrs.Pruner`, such as ``phi_lr``, ``strength``, ``price`` or ``criterion``.
 
         ``callback.pruner`` is the Pruner, ``callback.reports`` says what was removed each time. ``bmrs_units`` and
-        ``bmrs_parameters``, what is left, are logged after every epoch.
+        ``bmrs_parameters``, what is left, are logged after every epoch, with the name of ``module`` before them.
         """
         super().__init__(every_n_epochs, start_epoch, stop_epoch, pruner_options)
         self.example_inputs, self.module = example_inputs, module
@@ -71,6 +71,11 @@ class PruningCallback(PruningEpochs, Callback):
         if any(name in strategy.lower() for name in _SHARDED):
             raise ValueError(
                 f"{strategy} splits parameters, which then cannot shrink: use strategy='ddp', or one device."
+            )
+        if "MultiProcessing" in type(trainer.strategy.launcher).__name__:
+            raise ValueError(
+                f"{strategy} trains copies in other processes, and the module here would stay as it was: use "
+                f"strategy='ddp', or one device."
             )
         self.last_epoch = -1
         callbacks = _callbacks(trainer)
@@ -135,7 +140,8 @@ class PruningCallback(PruningEpochs, Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # An average is loaded next, and is to take the shapes of the network.
-        self._follow_averages(trainer)
+        if self.active:
+            self.attached.follow(*_averages(trainer))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.active:
@@ -145,16 +151,11 @@ class PruningCallback(PruningEpochs, Callback):
         followed = [optimizer for optimizer in trainer.optimizers if holds_any(optimizer, own)]
         if not followed:
             raise ValueError("no optimizer of configure_optimizers holds parameters of the network that has the gates.")
-        pruner.follow(*followed)
-        self._follow_averages(trainer)
+        present = [*followed, *_averages(trainer)]
+        pruner.forget(*(one for one in pruner.followed() if all(one is not other for other in present)))
+        pruner.follow(*present)
         self._heard = False
         self._listen(pruner)
-
-    def _follow_averages(self, trainer: Trainer) -> None:
-        averages = [getattr(callback, "_average_model", None) for callback in _callbacks(trainer)]
-        for average in averages:
-            if self.active and average is not None and all(average is not one for one in self.attached._copies):
-                self.attached.follow(average)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -180,7 +181,8 @@ class PruningCallback(PruningEpochs, Callback):
             )
         if trainer.is_last_batch:
             self.prune_after(trainer.current_epoch)
-            left = {name: float(number) for name, number in self.left().items()}
+            part = "" if self.module is None else f"{self.module}."
+            left = {part + name: float(number) for name, number in self.left().items()}
             pl_module.log_dict(left, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,6 +197,10 @@ class PruningCallback(PruningEpochs, Callback):
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(module=self.module)  # there may be one for each of several parts
+
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.last_epoch}
 
@@ -204,6 +210,11 @@ class PruningCallback(PruningEpochs, Callback):
 
 def _callbacks(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+def _averages(trainer: Trainer) -> list[nn.Module]:
+    found = [getattr(callback, "_average_model", None) for callback in _callbacks(trainer)]
+    return [average for average in found if average is not None]
 
 
 def _only_part(pl_module: LightningModule) -> nn.Module | None:

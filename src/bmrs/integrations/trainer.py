@@ -27,6 +27,8 @@ class PruningCallback(PruningEpochs, TrainerCallback):
     >>> model = callback.finish()                                            # doctest: +SKIP
 
     To resume, build the model and the callback as they were and call ``trainer.train(resume_from_checkpoint=True)``.
+    The Trainer's checkpoints hold the gates; save the finished model with ``save_pretrained`` of
+    :mod:`bmrs.integrations.transformers` or with :func:`bmrs.save`.
     """
 
     def __init__(
