@@ -28,20 +28,27 @@ def start(folder: Path, epochs: int) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finished(folder: Path, epochs: int) -> str:
+def finished(folder: Path, epochs: int) -> float:
+    """Runs to the end; returns the seconds from the end of the first epoch on."""
     process = start(folder, epochs)
-    output, _ = process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"the training failed:\n{output}")
-    return output
+    begun, said = time.perf_counter(), []
+    for line in process.stdout:
+        if not any(other.startswith("epoch ") for other in said):
+            begun = time.perf_counter()
+        said.append(line)
+    if process.wait():
+        raise RuntimeError(f"the training failed:\n{''.join(said)}")
+    return time.perf_counter() - begun
 
 
-def killed(folder: Path, epochs: int, after: float) -> str:
+def killed(folder: Path, epochs: int, after: float) -> int:
+    """Kills it so many seconds after its first epoch; returns the epochs it has done."""
     process = start(folder, epochs)
+    process.stdout.readline()
     time.sleep(after)
     os.kill(process.pid, signal.SIGKILL)
-    output, _ = process.communicate()
-    return output
+    said, _ = process.communicate()
+    return max((int(number) for number in re.findall(r"^epoch (\d+):", said, re.MULTILINE)), default=1)
 
 
 def outcome(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
@@ -50,35 +57,29 @@ def outcome(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
         return file.metadata()["bmrs"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def epochs_in(output: str) -> int:
-    return max((int(number) for number in re.findall(r"^epoch (\d+):", output, re.MULTILINE)), default=0)
-
-
 def run(kills: int, epochs: int, seed: int) -> dict:
     chance = random.Random(seed)
     runs = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        begun = time.perf_counter()
-        finished(folder / "undisturbed", epochs)
-        whole = time.perf_counter() - begun
+        whole = finished(folder / "undisturbed", epochs)
         removed, weights = outcome(folder / "undisturbed")
         for number in range(kills):
             own = folder / str(number)
             after = chance.uniform(0.0, whole)
-            reached = epochs_in(killed(own, epochs, after))
+            reached = killed(own, epochs, after)
             finished(own, epochs)
             again, there = outcome(own)
             runs.append(
                 {
-                    "killed_after_seconds": after,
+                    "killed_after_seconds_of_training": after,
                     "epochs_done": reached,
                     "same_structure": again == removed,
                     "same_weights": all(torch.equal(there[name], weight) for name, weight in weights.items()),
                 }
             )
             print(runs[-1], flush=True)
-    return {"undisturbed_seconds": whole, "epochs": epochs, "runs": runs}
+    return {"training_seconds": whole, "epochs": epochs, "runs": runs}
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
 from bmrs import cost, criteria, evidence, price
 from bmrs.checkpoint import load, save
 from bmrs.criteria import BMRS_N, BMRS_U, L2, SNR, Criterion, Gradient, Mean, Units
+from bmrs.decision import prune
 from bmrs.export import export_onnx, export_program
-from bmrs.noise import Gate, NoiseBank
+from bmrs.gates import Gate
+from bmrs.noise import NoiseBank
 from bmrs.posterior import TruncatedLogNormal
-from bmrs.pruner import Pruner, Ranked, prune
+from bmrs.pruner import Pruner, Ranked
 from bmrs.reporting import PruneReport, StructureReport
 from bmrs.structure import Structure, Structures, remove, structures
 

@@ -1,4 +1,4 @@
-"""Where gates of a network's structures sit: at the inputs of whatever consumes their units.
+"""Where gates sit: those of a network's structures at the inputs of whatever consumes their units.
 
 A unit's share of the network's output passes through its consumers, so a gate of zero there removes the unit whatever
 lies between, and a gate's mean can be multiplied into the consumer's weights in the end.
@@ -117,6 +117,56 @@ class WeightGate(ConsumerGate):
 
     def leave(self) -> None:
         self.module.__dict__.pop(self.name, None)
+
+
+class Gate:
+    """Multiplies a tensor by the gates of one layer, which lie along one of its dimensions."""
+
+    def __init__(self, bank: "NoiseBank", name: str, dim: int = 1) -> None:
+        if name not in bank.layers:
+            raise ValueError(f"name must be one of the bank's layers ({', '.join(bank.layers)}); got '{name}'.")
+        self.bank, self.name, self.dim = bank, name, dim
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"the output of '{self.name}' must be one tensor to be gated; got {type(x).__name__}.")
+        theta = self.bank.theta(self.name)
+        rows, units = theta.shape
+        if x.shape[self.dim] != units or rows not in (1, x.shape[0]):
+            raise ValueError(
+                f"the gates of '{self.name}' have {units} units for {rows} examples and do not fit an output of "
+                f"shape {tuple(x.shape)} along dimension {self.dim}."
+            )
+        shape = [1] * x.dim()
+        shape[0], shape[self.dim] = rows, units
+        return x * theta.reshape(shape).to(x.dtype)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """As a forward hook."""
+        return output if self.bank.paused else self(output)
+
+
+class Again:
+    """Puts gated weights in place in a part of the network that is called by itself."""
+
+    def __init__(self, bank: "NoiseBank", gates: list[WeightGate]) -> None:
+        self.bank, self.gates = bank, gates
+        self.entered: list[WeightGate] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """As a forward pre-hook."""
+        if torch.compiler.is_compiling() or self.bank.paused:
+            return
+        if self.bank._inside:
+            self.bank.current()  # notes a part that runs without gradients
+            return
+        self.entered = [gate for gate in self.gates if gate.enter(again=True)]
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """As a forward hook."""
+        for gate in self.entered:
+            gate.leave()
+        self.entered = []
 
 
 def _channel_dim(module: nn.Module, x: Tensor) -> int:

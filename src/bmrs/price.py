@@ -15,13 +15,15 @@ out of the sum and leaves the others as they were.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from bmrs import _checks
+from bmrs.structure import Structure
 
+Price = str | Callable[[Structure], float | Tensor]
 KINDS = ("layer", "uniform", "params", "macs", "elbo")
 
 
@@ -57,3 +59,32 @@ def prices(
         raise ValueError(f"cost must hold {total} non-negative entries, not all zero, one per unit.")
     share = cost.double() / cost.double().sum()
     return strength * share
+
+
+def of_structures(
+    price: Price, structures: Sequence[Structure], strength: float = 1.0, num_examples: int | None = None
+) -> Tensor:
+    """One price per unit, structure after structure. ``price``: one of the kinds, or a function of a structure that
+    returns a number, or one for each unit.
+    """
+    sizes = [structure.units for structure in structures]
+    if isinstance(price, str):
+        per_unit = {"params": lambda s: s.params_per_unit, "macs": lambda s: s.macs_per_unit}.get(price)
+        cost = None
+        if per_unit is not None:
+            cost = torch.cat([torch.full((s.units,), float(per_unit(s)), dtype=torch.float64) for s in structures])
+        return prices(price, sizes, strength=strength, num_examples=num_examples, cost=cost)
+    parts = []
+    for structure in structures:
+        own = torch.as_tensor(price(structure), dtype=torch.float64)
+        if (
+            own.dim() > 1
+            or own.numel() not in (1, structure.units)
+            or not bool((own >= 0).all() & own.isfinite().all())
+        ):
+            raise ValueError(
+                f"price must return one number of at least 0, or one for each of the {structure.units} units, for "
+                f"'{structure.name}'; got {own.tolist()}."
+            )
+        parts.append(own.expand(structure.units))
+    return strength * torch.cat(parts)

@@ -12,22 +12,21 @@ from torch import Tensor, nn
 
 from bmrs import _checks, parallel
 from bmrs.checkpoint import unwrapped
-from bmrs.criteria import BMRS_N, Criterion, Units, spare_best
+from bmrs.criteria import BMRS_N, Criterion, Units
+from bmrs.decision import chosen_by, norms, spare, uncross
 from bmrs.evidence import spike
-from bmrs.gates import units_of_columns
 from bmrs.noise import Noise, NoiseBank
-from bmrs.price import KINDS, prices
+from bmrs.price import KINDS, Price, of_structures
 from bmrs.reporting import PruneReport, Range, StructureReport
-from bmrs.steps import GateSteps, check_fits, holds_any, raw
+from bmrs.states import VERSION, check_state
+from bmrs.steps import GateSteps, holds_any, raw
 from bmrs.structure import Structure, Structures, remove
 from bmrs.structure.branches import INDICES
 from bmrs.structure.capture import ExampleInputs, named_tensors
-from bmrs.structure.record import GATES, Removed, check_record, removed
+from bmrs.structure.record import GATES, removed
 from bmrs.structure.remove import become
 
 log = logging.getLogger("bmrs")
-Price = str | Callable[[Structure], float | Tensor]
-_VERSION = 1
 
 
 class Ranked(NamedTuple):
@@ -109,7 +108,7 @@ class Pruner:
         everywhere = self.structures.findings.places.values()
         self._crossing = any(len(label & gated) > 1 for labels in everywhere for label in labels)
         try:
-            self._prices = _prices(price, self._gated, strength, num_examples).to(device)
+            self._prices = of_structures(price, self._gated, strength, num_examples).to(device)
         except Exception:
             self._take_off()
             raise
@@ -248,27 +247,9 @@ class Pruner:
     def _worth(self) -> Tensor:
         self._check_unchanged()
         needs = self.criterion.needs
-        weight = self._norms(lambda tensor: tensor) if "weight_norm" in needs else None
-        gradient = self._norms(lambda tensor: tensor.grad) if "gradient_norm" in needs else None
+        weight = norms(self.bank, self.model, self._gated) if "weight_norm" in needs else None
+        gradient = norms(self.bank, self.model, self._gated, gradients=True) if "gradient_norm" in needs else None
         return self.criterion.scores(Units(self.bank.posterior(), weight, gradient))
-
-    def _norms(self, of: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-        """L2 norm of each unit's share of the weights that produce it, or of their gradients."""
-        tensors = dict(named_tensors(self.model))
-        squares = torch.zeros_like(self.bank.mu, dtype=torch.float64)
-        found = False
-        for structure in self._gated:
-            first = self.bank.layers[structure.name].start
-            producing = [place for place in structure.places if place not in structure.consumers or structure.branch]
-            for name, dim in producing:
-                value = of(tensors[name]) if isinstance(tensors[name], nn.Parameter) else None
-                if value is not None:
-                    found = True
-                    per_index = value.detach().double().square().movedim(dim, 0).reshape(value.shape[dim], -1).sum(1)
-                    units = torch.tensor(units_of_columns(structure, (name, dim), len(per_index), first))
-                    owned = (units >= 0).to(per_index.device)
-                    squares.index_add_(0, units.to(per_index.device)[owned], per_index[owned])
-        return squares.sqrt() if found else None
 
     # --- removal ------------------------------------------------------------------------------------------------------
 
@@ -280,14 +261,7 @@ class Pruner:
         boundary. ``undoable``: keep a copy of everything for :meth:`undo`; by default with a fraction only.
         """
         worth = self._worth()
-        if fraction is None:
-            chosen = self.criterion.remove(worth)
-        else:
-            fraction = _checks.number(fraction, "fraction", 0.0, 1.0, "the share of units to remove")
-            lowest = self.criterion.rank(worth)[: math.floor(fraction * worth.numel() + 1e-9)]
-            chosen = torch.zeros_like(worth, dtype=torch.bool)
-            chosen[lowest] = True
-            chosen &= torch.isfinite(worth)
+        chosen = chosen_by(self.criterion, worth, fraction)
         if not self._sound():
             warnings.warn(
                 "the network has parameters that are NaN or infinite, so nothing is removed: go back to a checkpoint "
@@ -301,12 +275,9 @@ class Pruner:
                 "after training, with the optimizer that was given to the Pruner.",
                 stacklevel=2,
             )
-        spared = set()
-        for name, layer in self.bank.layers.items():
-            if bool(chosen[layer].all()):
-                spared.add(name)
-                chosen[layer] = spare_best(chosen[layer], worth[layer])
-        spared |= self._uncross(chosen, worth)
+        spared = spare(chosen, worth, self.bank.layers)
+        if self._crossing:
+            spared |= uncross(chosen, worth, self._gated, self.bank.layers)
         chosen = parallel.agreed(chosen, self.model)
         going = {s: chosen[self.bank.layers[s.name]].nonzero().flatten().tolist() for s in self._gated}
         made = self._report(chosen, spared)
@@ -318,34 +289,6 @@ class Pruner:
             self._shrink_copies()
             self._changed()
         return self._counted(made)
-
-    def _uncross(self, chosen: Tensor, worth: Tensor) -> set[str]:
-        """Units of several structures may share an index, as a channel and the row of a branch that is added to it do.
-
-        One index stays of each kind, and a unit goes with the last of its indices. Changes the choice; returns the
-        names of structures that were spared.
-        """
-        spared: set[str] = set()
-        if not self._crossing:
-            return spared
-        gone, units = self.structures.gone, [v for s in self._gated for v in s.variables]
-        names = [name for name, layer in self.bank.layers.items() for _ in range(layer.start, layer.stop)]
-        at = {variable: n for n, variable in enumerate(v for v in units if v not in gone)}
-        places = [
-            [[at[v] for v in label if v in at] for label in labels if gone.isdisjoint(label)]
-            for labels in self.structures.findings.places.values()
-        ]
-        out, value = set(chosen.nonzero().flatten().tolist()), worth.tolist()
-        for indices in places:
-            going = [[n for n in index if n in out] for index in indices]
-            if going and all(going):
-                best = max(going, key=lambda index: min(value[n] for n in index))
-                out -= set(best)
-                spared |= {names[n] for n in best}
-        left = {n for indices in places for index in indices if out.isdisjoint(index) for n in index}
-        out |= {n for indices in places for index in indices for n in index} - left
-        chosen.zero_()[sorted(out)] = True
-        return spared
 
     def undo(self) -> None:
         """Back to the moment before the last undoable :meth:`prune`: weights, gates, optimizers and copies."""
@@ -458,7 +401,7 @@ class Pruner:
         """
         self._check_unchanged()
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.bank.optimizers],
             "copies": [copied.state_dict() for copied in self._copies],
@@ -470,62 +413,14 @@ class Pruner:
         What does not fit is refused with everything left as it was.
         """
         self._check_unchanged()
-        self._check_state(state)
+        networks = dict(zip((self.model, *self._copies), (self.model, *self._copied()), strict=True))
+        check_state(state, self.bank, networks)
         self.model.load_state_dict(state["model"])
         for copied, content in zip(self._copies, state["copies"], strict=True):
             copied.load_state_dict(content)
         for optimizer, content in zip(self.bank.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(copy.deepcopy(content))  # else it would go on writing into the state
         self._changed()
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping) or not state.keys() >= {"version", "model", "optimizers", "copies"}:
-            raise ValueError("state must be what Pruner.state_dict() returned.")
-        if state["version"] != _VERSION:
-            raise ValueError(f"state has format {state['version']}, this version of bmrs reads {_VERSION}.")
-        for what, own in (("optimizers", self.bank.optimizers), ("copies", self._copies)):
-            if len(state[what]) != len(own):
-                raise ValueError(
-                    f"state holds {len(state[what])} {what}, the Pruner has {len(own)}: give it the same ones, in the "
-                    f"same order, before loading."
-                )
-        for optimizer, content in zip(self.bank.optimizers, state["optimizers"], strict=True):
-            sizes = [len(group["params"]) for group in content["param_groups"]]
-            if sizes != [len(group["params"]) for group in optimizer.param_groups]:
-                raise ValueError(
-                    "state comes from an optimizer with other parameter groups: build it as it was, and the Pruner "
-                    "before or after its scheduler as it was."
-                )
-        record, extra = Removed(), f"{GATES}._extra_state"
-        if extra in state["model"]:
-            record = self.bank.record_in(state["model"][extra])
-            check_record(self.model, record, "the state")
-        networks = zip((self.model, *self._copies), (self.model, *self._copied()), strict=True)
-        for (whole, network), content in zip(networks, (state["model"], *state["copies"]), strict=True):
-            self._check_tensors(whole, network, content, record)
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        for optimizer, content in zip(self.bank.optimizers, state["optimizers"], strict=True):
-            mine = [p for group in optimizer.param_groups for p in group["params"]]
-            saved = [number for group in content["param_groups"] for number in group["params"]]
-            for parameter, number in zip(mine, saved, strict=True):
-                shape = record.shape(names.get(id(parameter), ""), parameter, removed(self.model))
-                check_fits(content["state"].get(number, {}), shape)
-
-    @staticmethod
-    def _check_tensors(whole: nn.Module, network: nn.Module, content: Mapping[str, Any], record: Removed) -> None:
-        """That a state dict has the names and shapes ``whole`` will have, the network inside it as the record says."""
-        present = whole.state_dict()
-        inside = next(f"{path}." if path else "" for path, module in whole.named_modules() if module is network)
-        for name in present.keys() | content.keys():
-            if name not in present or name not in content:
-                where = "the state" if name not in content else "the model"
-                raise ValueError(f"'{name}' is missing in {where}: build the model and its Pruner as they were.")
-            expected = record.shape(name.removeprefix(inside), present[name], removed(network))
-            if not name.endswith("_extra_state") and tuple(content[name].shape) != expected:
-                raise ValueError(
-                    f"state holds '{name}' with shape {tuple(content[name].shape)}, but this model's would have "
-                    f"{expected}: build the model as it was."
-                )
 
     def __repr__(self) -> str:
         if self.finished:
@@ -562,48 +457,6 @@ def _chosen(
     return listing, [listing[one] if isinstance(one, str) else one for one in wanted]
 
 
-def _prices(price: Price, structures: list[Structure], strength: float, num_examples: int | None) -> Tensor:
-    sizes = [structure.units for structure in structures]
-    if isinstance(price, str):
-        per_unit = {"params": lambda s: s.params_per_unit, "macs": lambda s: s.macs_per_unit}.get(price)
-        cost = None
-        if per_unit is not None:
-            cost = torch.cat([torch.full((s.units,), float(per_unit(s)), dtype=torch.float64) for s in structures])
-        return prices(price, sizes, strength=strength, num_examples=num_examples, cost=cost)
-    parts = []
-    for structure in structures:
-        own = torch.as_tensor(price(structure), dtype=torch.float64)
-        if (
-            own.dim() > 1
-            or own.numel() not in (1, structure.units)
-            or not bool((own >= 0).all() & own.isfinite().all())
-        ):
-            raise ValueError(
-                f"price must return one number of at least 0, or one for each of the {structure.units} units, for "
-                f"'{structure.name}'; got {own.tolist()}."
-            )
-        parts.append(own.expand(structure.units))
-    return strength * torch.cat(parts)
-
-
 def _range(values: Tensor) -> Range | None:
     values = values[values.isfinite()]
     return (float(values.min()), float(values.max())) if values.numel() else None
-
-
-@torch.no_grad()
-def prune(bank: NoiseBank, criterion: Criterion | None = None) -> Tensor:
-    """Close the gates the criterion rejects and return the mask of those that closed now.
-
-    For gates without a :class:`Pruner`. The default criterion is :class:`BMRS_N`. Where a layer would lose every unit,
-    its best one stays.
-    """
-    criterion = criterion or BMRS_N()
-    worth = criterion.scores(Units(bank.posterior()))
-    closing = torch.zeros_like(bank.alive)
-    closing[bank.alive] = criterion.remove(worth[bank.alive])
-    for layer in bank.layers.values():
-        here = torch.arange(layer.start, layer.stop, device=worth.device)[bank.alive[layer]]
-        closing[here] = spare_best(closing[here], worth[here])
-    bank.remove(closing)
-    return closing
