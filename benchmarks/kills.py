@@ -30,13 +30,14 @@ def start(folder: Path, epochs: int) -> subprocess.Popen:
 
 def finished(folder: Path, epochs: int) -> float:
     """Runs to the end; returns the seconds from the end of the first epoch on."""
-    process = start(folder, epochs)
-    begun, said = time.perf_counter(), []
-    for line in process.stdout:
-        if not any(other.startswith("epoch ") for other in said):
-            begun = time.perf_counter()
-        said.append(line)
-    if process.wait():
+    said: list[str] = []
+    begun = time.perf_counter()
+    with start(folder, epochs) as process:
+        for line in process.stdout:
+            if not any(other.startswith("epoch ") for other in said):
+                begun = time.perf_counter()
+            said.append(line)
+    if process.returncode:
         raise RuntimeError(f"the training failed:\n{''.join(said)}")
     return time.perf_counter() - begun
 
