@@ -127,7 +127,7 @@ class TestTwoProcesses:
         for one in saw:
             errors = one["differing"]["errors"]
             assert len(errors) == 2
-            assert all("1 of 10 parameters differ between processes, '4.weight' first" in error for error in errors)
+            assert all("1 of 9 parameters differ between processes, '4.weight' first" in error for error in errors)
             assert one["differing"]["intact"]
 
     def test_mended_and_with_a_removal_undone_they_go_on_as_if_nothing_had_been(self, saw, alone):

@@ -58,13 +58,18 @@ def outputs(model, inputs=INPUTS):
     return model(**inputs)[0]
 
 
+def close(first, second):
+    """Up to the order of sums, which may depend on where weights lie in memory."""
+    return torch.allclose(first, second, rtol=0.0, atol=1e-14 if first.dtype == torch.float64 else 1e-6)
+
+
 def content(folder):
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 def same_after(model, folder, inputs=INPUTS):
     again = type(model).from_pretrained(folder)
-    return not again.training and torch.equal(outputs(again, inputs), outputs(model, inputs))
+    return not again.training and close(outputs(again, inputs), outputs(model, inputs))
 
 
 BERT = {"input_ids": IDS}
@@ -103,7 +108,7 @@ class TestExpressible:
         save_pretrained(model, tmp_path / "small", INPUTS)
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
         assert again.dtype == torch.float64
-        assert torch.equal(outputs(again), outputs(model))
+        assert close(outputs(again), outputs(model))
 
     def test_the_model_and_its_configuration_stay_as_they_were(self, tmp_path):
         model = reduced(bert(), BERT, intermediate=[0]).train()
