@@ -5,10 +5,8 @@ python -m benchmarks.kills                   # 20 kills of examples/plain_loop.p
 
 import argparse
 import json
-import os
 import random
-import re
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,14 +40,16 @@ def finished(folder: Path, epochs: int) -> float:
     return time.perf_counter() - begun
 
 
-def killed(folder: Path, epochs: int, after: float) -> int:
-    """Kills it so many seconds after its first epoch; returns the epochs it has done."""
-    process = start(folder, epochs)
-    process.stdout.readline()
-    time.sleep(after)
-    os.kill(process.pid, signal.SIGKILL)
-    said, _ = process.communicate()
-    return max((int(number) for number in re.findall(r"^epoch (\d+):", said, re.MULTILINE)), default=1)
+def killed(folder: Path, epochs: int, epoch: int, share: float, seconds: float) -> bool:
+    """Kills it in an epoch, at a share of the seconds one takes; returns whether it was still training."""
+    with start(folder, epochs) as process:
+        for line in process.stdout if epoch else ():
+            if line.startswith(f"epoch {epoch}:"):
+                break
+        time.sleep(share * seconds)
+        training = process.poll() is None and not (folder / "small.safetensors").exists()
+        process.kill()
+    return training
 
 
 def outcome(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
@@ -65,16 +65,18 @@ def run(kills: int, epochs: int, seed: int) -> dict:
         folder = Path(name)
         whole = finished(folder / "undisturbed", epochs)
         removed, weights = outcome(folder / "undisturbed")
-        for number in range(kills):
-            own = folder / str(number)
-            after = chance.uniform(0.0, whole)
-            reached = killed(own, epochs, after)
+        while len(runs) < kills:
+            own = folder / str(len(runs))
+            epoch, share = chance.randrange(epochs), chance.random()
+            training = killed(own, epochs, epoch, share, whole / (epochs - 1))
+            if not training:  # too late: another moment
+                shutil.rmtree(own)
+                continue
             finished(own, epochs)
             again, there = outcome(own)
             runs.append(
                 {
-                    "killed_after_seconds_of_training": after,
-                    "epochs_done": reached,
+                    "killed_after_epochs": epoch + share,
                     "same_structure": again == removed,
                     "same_weights": all(torch.equal(there[name], weight) for name, weight in weights.items()),
                 }
@@ -102,7 +104,7 @@ def main() -> None:
         "",
         f"- the same final structure: **{structure} of {len(runs)}**",
         f"- the same weights, bit for bit: **{weights} of {len(runs)}**",
-        f"- epochs done when killed: {', '.join(str(one['epochs_done']) for one in runs)}",
+        f"- killed after so many epochs: {', '.join(format(one['killed_after_epochs'], '.1f') for one in runs)}",
         "",
         f"`{made['command']}`, {made['machine']}, {made['date']}, commit {made['commit']},",
         f"versions {made['versions']}.",
