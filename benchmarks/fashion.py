@@ -5,7 +5,6 @@ python -m benchmarks.fashion --data DIR      # DIR holds the four official *-uby
 """
 
 import argparse
-import gzip
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import bmrs
-from bmrs.study import networks
+from bmrs.study import files, networks
 from bmrs.study.data import DataSet, Part
 from bmrs.study.provenance import provenance
 from bmrs.study.training import accuracy, batches
@@ -35,21 +34,11 @@ class Settings:
     seed: int = 0
 
 
-def read(folder: Path, part: str, kind: str) -> Tensor:
-    """One of the official files: images [n, 28, 28] or labels [n]."""
-    name = f"{part}-{'images-idx3' if kind == 'images' else 'labels-idx1'}-ubyte.gz"
-    content = bytearray(gzip.decompress((folder / name).read_bytes()))
-    dims = content[3]
-    shape = [int.from_bytes(content[4 + 4 * d : 8 + 4 * d], "big") for d in range(dims)]
-    return torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * dims).reshape(shape)
-
-
 def load(folder: Path) -> DataSet:
     parts = []
-    for part in ("train", "t10k"):
-        x = (read(folder, part, "images").float()[:, None] - 127) / 255
-        x = F.interpolate(x, size=(32, 32), mode="bilinear", antialias=True)
-        parts.append(Part(x, read(folder, part, "labels").long()))
+    for x, y in files.idx_set(folder):
+        x = F.interpolate((x.float() - 127) / 255, size=(32, 32), mode="bilinear", antialias=True)
+        parts.append(Part(x, y))
     return DataSet("fashion-mnist", 10, parts[0], parts[1], parts[1])
 
 

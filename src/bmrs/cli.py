@@ -1,4 +1,4 @@
-"""The command line: ``bmrs demo`` and ``bmrs inspect``, and more to come."""
+"""The command line: ``bmrs demo``, ``bmrs inspect`` and ``bmrs study``, and more to come."""
 
 import json
 import sys
@@ -16,6 +16,7 @@ except ImportError as missing:
     sys.exit(f"bmrs: the command line needs '{missing.name}': install it with  pip install 'bmrs[demo]'")
 
 import bmrs
+from bmrs.study.commands import app as study
 from bmrs.study.training import Progress, Recipe
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(study, name="study")
 _DEFAULT = Recipe()
 
 

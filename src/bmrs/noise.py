@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from bmrs import _checks, chance
 from bmrs.gates import Again, ConsumerGate, Gate, InputGate, OutputGate, WeightGate, consumer_gates
@@ -305,19 +306,17 @@ class NoiseBank(nn.Module):
             kl = kl * prices.to(kl)
         return torch.where(self.alive, kl, 0.0).sum()
 
+    @_disable_dynamo  # a graph cannot set a generator: it is left for the draw, which is then that of any other pass
     def draw(self, batch_size: int) -> Tensor:
         """One draw of every gate: [batch_size, units], or [1, units] for noise per batch."""
-        if not torch.compiler.is_compiling():
-            self.draws += 1
-            self._runs_again = False
+        self.draws += 1
+        self._runs_again = False
         self._theta = self._last_draw(batch_size if self.noise == "example" else 1)
         return self._theta
 
     def _last_draw(self, rows: int) -> Tensor:
-        generator = None
-        if not torch.compiler.is_compiling():  # a graph has torch's own random numbers only
-            rank = chance.rank() if self.rank is None else self.rank
-            generator = chance.generator(self.mu.device, self.seed, rank, self.draws - 1)
+        rank = chance.rank() if self.rank is None else self.rank
+        generator = chance.generator(self.mu.device, self.seed, rank, self.draws - 1)
         return self.posterior().rsample((rows,), generator) * self.alive
 
     def mean(self) -> Tensor:

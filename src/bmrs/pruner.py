@@ -19,7 +19,7 @@ from bmrs.noise import Noise, NoiseBank
 from bmrs.price import KINDS, Price, of_structures
 from bmrs.reporting import PruneReport, Range, StructureReport
 from bmrs.states import VERSION, check_state
-from bmrs.steps import GateSteps, holds_any, raw
+from bmrs.steps import GateSteps, holds_any, raw, takes_vectors
 from bmrs.structure import Structure, Structures, remove
 from bmrs.structure.branches import INDICES
 from bmrs.structure.capture import ExampleInputs, named_tensors
@@ -81,6 +81,8 @@ class Pruner:
         grows to its full weight. ``add_kl=False``: the loop adds ``pruner.kl()`` to its loss itself. ``log_sigma``:
         where the gates begin; higher for short fine-tuning. ``seed``: of the gates' draws.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
         self.model = unwrapped(model)
         optimizers = _several(optimizer)
         self.criterion = BMRS_N() if criterion is None else criterion
@@ -94,8 +96,12 @@ class Pruner:
             raise ValueError(f"unknown price '{price}': choose one of {', '.join(KINDS)}, or give a function.")
         if price == "elbo" and num_examples is None:
             raise ValueError("price 'elbo' needs num_examples, the number of training examples: give num_examples=...")
+        if num_examples is not None:
+            num_examples = int(_checks.number(num_examples, "num_examples", 1, math.inf, "those of the training set"))
         for one in optimizers:
             self._check_optimizer(one)
+        if optimizers and not any(map(takes_vectors, optimizers)):
+            raise ValueError("optimizer trains matrices alone: give that of the other parameters too, for the gates.")
         parallel.wrappers(self.model)  # refuses those that cannot be made anew
         self.add_kl = bool(add_kl)
         self.structures, chosen = _chosen(self.model, example_inputs, structures)
@@ -160,7 +166,7 @@ class Pruner:
             return
         self.bank.optimizers.append(optimizer)
         phi = [self.bank.mu, self.bank.log_sigma]
-        if self._steps is None or holds_any(optimizer, phi):
+        if holds_any(optimizer, phi) or (self._steps is None and takes_vectors(optimizer)):
             if self._steps is not None:
                 self._steps.end()
             gradient = self._kl_gradient if self.add_kl else None
@@ -269,12 +275,13 @@ class Pruner:
                 stacklevel=2,
             )
             chosen.zero_()
-        elif fraction is None and not bool(chosen.any()) and self._untouched():
+        elif fraction is None and self._untouched() and ("posterior" in self.criterion.needs or not bool(chosen.any())):
             warnings.warn(
                 "prune() was called before any optimizer step has moved the gates, so nothing is removed: call it "
                 "after training, with the optimizer that was given to the Pruner.",
                 stacklevel=2,
             )
+            chosen.zero_()
         spared = spare(chosen, worth, self.bank.layers)
         if self._crossing:
             spared |= uncross(chosen, worth, self._gated, self.bank.layers)
@@ -449,7 +456,7 @@ def _chosen(
     if wanted is None:
         listing = Structures(model, example_inputs)
         return listing, list(listing)
-    wanted = list(wanted)
+    wanted = [wanted] if isinstance(wanted, str | Structure) else list(wanted)
     owners = {id(one.owner): one.owner for one in wanted if isinstance(one, Structure)}
     if len(owners) > 1:
         raise ValueError("structures must be of one listing: call bmrs.structures(model, ...) once and use its own.")

@@ -28,6 +28,11 @@ def holds_any(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Paramete
     return any(id(p) in wanted for group in optimizer.param_groups for p in group["params"])
 
 
+def takes_vectors(optimizer: torch.optim.Optimizer) -> bool:
+    """Muon, torch's or another, orthogonalises matrices and fails on φ: that trains in the optimizer beside it."""
+    return all(kind.__name__ != "Muon" for kind in type(optimizer).__mro__)
+
+
 class GateSteps:
     """φ in one optimizer, until :meth:`end`."""
 

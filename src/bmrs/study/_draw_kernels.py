@@ -1,0 +1,156 @@
+"""Triton kernels of stacked draws, in float32: finite everywhere, and as accurate as training needs.
+
+The forms are those of :mod:`bmrs._truncated`, with what float32 cannot hold cut off: exponents end at ±80, and depths
+behind a bound come from two Newton steps.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from bmrs.posterior import LOG_A, LOG_B, LOG_SIGMA_RANGE
+
+
+def draw(
+    mu: Tensor, log_sigma: Tensor, alive: Tensor, seeds: Tensor, step: Tensor, units: Tensor, examples: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    members, number = mu.shape
+    out = torch.empty(3, members, examples, number, device=mu.device)
+    block_u, block_e = min(128, triton.next_power_of_2(number)), 4
+    grid = (triton.cdiv(examples, block_e), triton.cdiv(number, block_u), members)
+    _draw[grid](
+        mu, log_sigma, alive, seeds, step, units, out[0], out[1], out[2], examples, number,
+        LOG_A, LOG_B, *LOG_SIGMA_RANGE, EXAMPLES=block_e, UNITS=block_u, num_warps=4,
+    )  # fmt: skip
+    return out[0], out[1], out[2]
+
+
+def sums(grad: Tensor, by_mu: Tensor, by_log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ over examples of grad·∂θ/∂μ and grad·∂θ/∂log σ."""
+    members, examples, number = grad.shape
+    to_mu, to_log_sigma = (torch.empty(members, number, device=grad.device) for _ in range(2))
+    block = min(64, triton.next_power_of_2(number))
+    _sums[(triton.cdiv(number, block), members)](
+        grad, by_mu, by_log_sigma, to_mu, to_log_sigma, examples, number, EXAMPLES=32, UNITS=block, num_warps=4
+    )
+    return to_mu, to_log_sigma
+
+
+@triton.jit
+def _mixed(number):
+    number = (number ^ (number >> 16)) * 0x7FEB352D
+    number = (number ^ (number >> 15)) * 0x846CA68B
+    return number ^ (number >> 16)
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp(tl.minimum(tl.maximum(x, -80.0), 80.0))
+
+
+@triton.jit
+def _excess(t):
+    """δ = λ - t, the hazard of a standard normal at t beyond t itself."""
+    inverse = 1.0 / tl.maximum(t, 15.0)
+    y = inverse * inverse
+    series = inverse * (1.0 + y * (-2.0 + y * (10.0 + y * (-74.0 + y * 706.0))))
+    direct = 0.7978845608028654 / libdevice.erfcx(t * 0.7071067811865476) - t
+    return tl.where(t > 15.0, series, direct)
+
+
+@triton.jit
+def _draw(
+    mu, log_sigma, alive, seeds, step, units, theta, by_mu, by_log_sigma, examples, number,
+    low, high, least, most, EXAMPLES: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    root_half = 0.7071067811865476
+    member = tl.program_id(2)
+    column = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    row = tl.program_id(0) * EXAMPLES + tl.arange(0, EXAMPLES)
+    some = column < number
+    at = member * number + column
+    m = tl.load(mu + at, some, 0.0)
+    raw = tl.load(log_sigma + at, some, 0.0)
+    on = tl.load(alive + at, some, 0).to(tl.float32)
+    s = tl.exp(tl.minimum(tl.maximum(raw, least), most))
+    free = ((raw >= least) & (raw <= most)).to(tl.float32)
+
+    # Random numbers, the same as in plain torch.
+    now = _mixed(tl.load(step).to(tl.uint32))
+    key = _mixed(tl.load(seeds + member).to(tl.uint32) ^ now)
+    own = _mixed(key + row.to(tl.uint32))
+    bits = _mixed(own[:, None] ^ _mixed(tl.load(units + at, some, 0).to(tl.uint32))[None, :])
+    u = ((bits >> 8).to(tl.float32) + 0.5) * 5.960464477539063e-08
+
+    alpha, beta, length = (low - m) / s, (high - m) / s, (high - low) / s
+    t = tl.maximum(alpha, -beta)
+    near_b = -beta >= alpha
+
+    # μ inside the bounds: invert Φ from the nearer tail.
+    under, over = libdevice.normcdf(alpha), libdevice.normcdf(-beta)
+    narrow = 0.5 * (libdevice.erf(beta * root_half) - libdevice.erf(alpha * root_half))
+    mass = tl.where(length > 4.0, 1.0 - under - over, narrow)
+    lower, upper = under[None, :] + u * mass[None, :], over[None, :] + (1.0 - u) * mass[None, :]
+    z = libdevice.normcdfinv(tl.maximum(tl.minimum(lower, upper), 1e-37))
+    z = tl.where(lower <= upper, z, -z)
+    z = tl.minimum(tl.maximum(z, alpha[None, :]), beta[None, :])
+    at_a = _exp(tl.log(1.0 - u) + 0.5 * (z - alpha[None, :]) * (z + alpha[None, :]))
+    at_b = _exp(tl.log(u) + 0.5 * (z - beta[None, :]) * (z + beta[None, :]))
+    x_in = m[None, :] + s[None, :] * z
+    mu_in = 1.0 - at_a - at_b
+    sigma_in = z - alpha[None, :] * at_a - beta[None, :] * at_b
+
+    # μ at or beyond a bound: the depth of z behind it.
+    d = tl.maximum(t, 0.0)
+    excess, far = _excess(d), _excess(d + length)
+    rate, far_rate = d + excess, d + length + far  # the hazards λ = t + δ
+    share = _exp(-length * (d + 0.5 * length)) * rate / far_rate
+    v = tl.where(near_b[None, :], 1.0 - u, u)
+    h = tl.minimum(-libdevice.log1p(-v * (1.0 - share)[None, :]), 17.3)
+    depth = 2.0 * h / (rate[None, :] + tl.sqrt(rate[None, :] * (rate[None, :] + 2.0 * h * excess[None, :])))
+    depth = tl.minimum(depth, length[None, :])
+    for _ in tl.static_range(2):
+        here = _excess(d[None, :] + depth)
+        gain = (depth + here - excess[None, :]) / rate[None, :]  # λ(t + W)/λ(t) - 1
+        miss = depth * (d[None, :] + 0.5 * depth) + libdevice.log1p(gain) - h
+        depth = depth - miss / (d[None, :] + depth + here)
+        depth = tl.minimum(tl.maximum(depth, 0.0), length[None, :])
+    here = _excess(d[None, :] + depth)
+    at_far = v * _exp(-(length[None, :] - depth) * (d[None, :] + 0.5 * (length[None, :] + depth)))
+    mu_out = (depth + here - excess[None, :]) / (d[None, :] + depth + here)
+    mu_out -= at_far * ((length + far - excess) / far_rate)[None, :]
+    sigma_out = depth + d[None, :] * mu_out - length[None, :] * at_far
+    sign = tl.where(near_b, -1.0, 1.0)
+    x_out = tl.where(near_b, high, low)[None, :] + (sign * s)[None, :] * depth
+
+    inside = (t < 0.0)[None, :]
+    x = tl.minimum(tl.maximum(tl.where(inside, x_in, x_out), low), high)
+    value = tl.exp(x) * on[None, :]
+    slope = tl.where(inside, mu_in, mu_out)
+    width = tl.where(inside, sigma_in, sign[None, :] * sigma_out) * (s * free)[None, :]
+    to = (member.to(tl.int64) * examples + row[:, None]) * number + column[None, :]
+    mask = (row < examples)[:, None] & some[None, :]
+    tl.store(theta + to, value, mask)
+    tl.store(by_mu + to, value * slope, mask)
+    tl.store(by_log_sigma + to, value * width, mask)
+
+
+@triton.jit
+def _sums(
+    grad, by_mu, by_log_sigma, to_mu, to_log_sigma, examples, number, EXAMPLES: tl.constexpr, UNITS: tl.constexpr
+):
+    member = tl.program_id(1)
+    column = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    some = column < number
+    first, second = tl.zeros((UNITS,), tl.float32), tl.zeros((UNITS,), tl.float32)
+    for start in range(0, examples, EXAMPLES):
+        row = start + tl.arange(0, EXAMPLES)
+        at = (member.to(tl.int64) * examples + row[:, None]) * number + column[None, :]
+        mask = (row < examples)[:, None] & some[None, :]
+        slope = tl.load(grad + at, mask, 0.0)
+        first += tl.sum(slope * tl.load(by_mu + at, mask, 0.0), 0)
+        second += tl.sum(slope * tl.load(by_log_sigma + at, mask, 0.0), 0)
+    tl.store(to_mu + member * number + column, first, some)
+    tl.store(to_log_sigma + member * number + column, second, some)

@@ -1,0 +1,115 @@
+"""The gates of many networks drawn at once: θ of every member, example and unit, with its gradient.
+
+Random numbers are a function of the member's seed, the step, the example and the unit alone: a member draws what it
+would draw alone, whatever is stacked beside it. On a GPU one kernel in float32 does it all; elsewhere the exact
+quantile in float64, at the same random numbers.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from bmrs import _truncated
+from bmrs._truncated import Frame
+from bmrs.posterior import LOG_A, LOG_B, LOG_SIGMA_RANGE
+
+_MASK = 0xFFFFFFFF
+
+
+def draw(
+    mu: Tensor, log_sigma: Tensor, alive: Tensor, seeds: Tensor, step: Tensor, units: Tensor, examples: int
+) -> Tensor:
+    """θ, [members, examples, units]; 0 where a unit is not alive.
+
+    ``mu``, ``log_sigma``, ``alive``, ``units``: [members, units], the last the unit's own number. ``seeds``: [members].
+    ``step``: one whole number on the device, which names the draw.
+    """
+    theta: Tensor = _Draw.apply(mu, log_sigma, alive, seeds, step, units, examples)[0]
+    return theta
+
+
+def uniforms(seeds: Tensor, step: Tensor, units: Tensor, examples: int) -> Tensor:
+    """The random numbers behind :func:`draw`, in (0, 1), float64: [members, examples, units]."""
+    key = _mixed(seeds ^ _mixed(step))[:, None, None]
+    row = _mixed(key + torch.arange(examples, device=seeds.device)[:, None])
+    bits = _mixed(row ^ _mixed(units[:, None, :]))
+    return ((bits >> 8).double() + 0.5) / (1 << 24)
+
+
+def kl_gradient(mu: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """∂KL/∂μ and ∂KL/∂log σ of every gate, in the precision of ``mu``."""
+    # Detached and flat: the compiler makes one kernel for every size of such a vector.
+    compute = _compiled_gradient() if mu.is_cuda else _gradient
+    by_mu, by_log_sigma = compute(mu.detach().flatten(), log_sigma.detach().flatten())
+    return by_mu.view_as(mu), by_log_sigma.view_as(mu)
+
+
+def _gradient(mu: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = LOG_SIGMA_RANGE
+    inside = (log_sigma >= low) & (log_sigma <= high)
+    by_mu, by_log_sigma = _truncated.kl_gradient(Frame(mu, log_sigma.clamp(low, high), LOG_A, LOG_B))
+    return by_mu.to(mu.dtype), (by_log_sigma * inside).to(mu.dtype)
+
+
+@cache
+def _compiled_gradient() -> Any:
+    """As one kernel: there are dozens of small operations, and it is called at every step."""
+    return torch.compile(_gradient, dynamic=True)
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """A hash of 32 bits: neighbours become strangers."""
+    number = number & _MASK
+    number = ((number ^ (number >> 16)) * 0x7FEB352D) & _MASK
+    number = ((number ^ (number >> 15)) * 0x846CA68B) & _MASK
+    return number ^ (number >> 16)
+
+
+@cache
+def _kernels() -> Any:
+    """The module of kernels; None where Triton is not installed."""
+    try:
+        from bmrs.study import _draw_kernels
+    except ImportError:
+        return None
+    return _draw_kernels
+
+
+class _Draw(Function):
+    """θ and its derivatives by μ and log σ, which the backward pass sums over the examples."""
+
+    @staticmethod
+    def forward(ctx: Any, mu: Tensor, log_sigma: Tensor, alive: Tensor, seeds: Tensor, step: Tensor, units: Tensor,
+                examples: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        if mu.is_cuda and mu.dtype == torch.float32 and _kernels() is not None:
+            drawn: Sequence[Tensor] = _kernels().draw(mu, log_sigma, alive, seeds, step, units, examples)
+        else:
+            drawn = _exact(mu, log_sigma, alive, uniforms(seeds, step, units, examples))
+        theta, by_mu, by_log_sigma = drawn
+        ctx.mark_non_differentiable(by_mu, by_log_sigma)
+        ctx.save_for_backward(by_mu, by_log_sigma)
+        return theta, by_mu, by_log_sigma
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        by_mu, by_log_sigma = ctx.saved_tensors
+        if grad.is_cuda and grad.dtype == torch.float32 and _kernels() is not None:
+            to_mu, to_log_sigma = _kernels().sums(grad.contiguous(), by_mu, by_log_sigma)
+        else:
+            to_mu, to_log_sigma = (grad * by_mu).sum(1), (grad * by_log_sigma).sum(1)
+        return to_mu, to_log_sigma, None, None, None, None, None
+
+
+def _exact(mu: Tensor, log_sigma: Tensor, alive: Tensor, u: Tensor) -> list[Tensor]:
+    low, high = LOG_SIGMA_RANGE
+    inside = (log_sigma >= low) & (log_sigma <= high)
+    frame = Frame(mu[:, None], log_sigma.clamp(low, high)[:, None], LOG_A, LOG_B)
+    x, by_mu, by_log_sigma = _truncated.quantile(frame, u)
+    theta = x.exp() * alive[:, None]
+    return [part.to(mu.dtype) for part in (theta, theta * by_mu, theta * by_log_sigma * inside[:, None])]

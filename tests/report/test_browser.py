@@ -1,0 +1,235 @@
+"""The page in a real browser. Skipped where there is no Chromium."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from bmrs import report
+from tests.report import made
+from tests.report.test_page import HOSTILE
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+ARGUMENTS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def study():
+    return [made.table1(3), made.figure2(3, 60), made.figure3(2), made.figure1(2), made.prices(2), made.figure4(2),
+            made.timing()]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def file(study, tmp_path_factory):
+    return report.write(study, tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens a file; afterwards checks that it said nothing on the console and asked for nothing but itself."""
+    contexts, said, asked = [], [], []
+
+    def go(path, width=1280, **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield go
+    for context in contexts:
+        context.close()
+    assert said == []
+    assert [url for url in asked if not re.fullmatch(r"file:.*\.html|blob:.*", url)] == []
+
+
+def tip(page, chart):
+    return re.sub(r"\s+", " ", page.inner_text(f"#{chart} .tip"))
+
+
+def test_another_setting_is_another_chart(opened, file):
+    page = opened(file)
+    charts = ["chart-curves", "chart-history", "chart-widths", "chart-means", "chart-evidence", "correlations"]
+
+    def drawn():
+        return [page.inner_html(f"#{name}") for name in charts]
+
+    before = drawn()
+    assert all("<svg" in one or "<table" in one for one in before)
+    page.select_option("#setting", "lenet5-cifar10")
+    after = drawn()
+    assert all(a != b for a, b in zip(before, after, strict=True))
+    assert page.inner_text("#curves .which") == "LeNet-5, CIFAR-10"
+    assert "conv1" in page.inner_text("#chart-widths")
+    assert "not run for LeNet-5, CIFAR-10" in page.inner_text("#prices .which")
+    assert "not run" not in page.inner_text("#bits .which")
+    page.select_option("#setting", "mlp-mnist")
+    unnumbered = [re.sub(r"(clip|hatch)-\d+", "", one) for one in drawn()]
+    assert unnumbered == [re.sub(r"(clip|hatch)-\d+", "", one) for one in before]
+
+
+def test_methods_counting_and_close_up(opened, file):
+    page = opened(file)
+    chart = page.locator("#chart-curves")
+    assert page.locator("#legend-curves [aria-pressed=false]").all_inner_texts() == ["Gradient"]
+    points = int(chart.get_attribute("data-points"))
+    page.click("#legend-curves >> text=L2")
+    assert int(chart.get_attribute("data-points")) == points - 61
+    page.click("#legend-curves >> text=L2")
+    assert int(chart.get_attribute("data-points")) == points
+    published = page.inner_text("#results td >> nth=3")
+    page.check("input[value=actual]")
+    assert "actual counting" in chart.inner_html()
+    assert page.inner_text("#results td >> nth=3") != published
+    before = chart.inner_html()
+    page.check("#close")
+    assert chart.inner_html() != before
+    page.select_option("#method-gates", "bmrs_u8")
+    assert "ΔF ≥ 0" in page.inner_html("#chart-evidence")
+
+
+def test_the_tip_tells_the_right_number(opened, file, study):
+    page = opened(file)
+    page.select_option("#setting", "lenet5-mnist")
+    for name in ("L2", "E[θ]", "SNR", "BMRS_U-8", "BMRS_U-4"):  # only BMRS_N is left
+        page.click(f"#legend-curves button:has-text('{name}')")
+    runs = [r for r in study[1]["runs"] if r["setting"] == "lenet5-mnist" and r["method"] == "bmrs_n"]
+    accuracy = 100 * np.array([r["accuracy"] for r in runs])
+    removed = 100 * np.array([r["compression"]["published"] for r in runs]).mean(0)
+
+    def expected(i):
+        return (f"BMRS_N parameters removed {removed[i]:.1f} % units removed {100 * runs[0]['fractions'][i]:.1f} % "
+                f"accuracy {accuracy.mean(0)[i]:.1f} % ± {accuracy.std(0, ddof=1)[i]:.1f} seeds 3")  # fmt: skip
+
+    page.focus("#chart-curves")
+    for _ in range(42):  # the first shows the whole network
+        page.keyboard.press("ArrowRight")
+    assert tip(page, "chart-curves") == expected(40)
+    # The same place under the pointer, and under a finger.
+    ring = page.locator("#chart-curves .ring").bounding_box()
+    place = ring["x"] + ring["width"] / 2, ring["y"] + ring["height"] / 2
+    page.keyboard.press("Escape")
+    assert page.locator("#chart-curves .tip").is_hidden()
+    page.mouse.move(*place)
+    assert tip(page, "chart-curves") == expected(40)
+    page.mouse.move(5, 5)
+    assert page.locator("#chart-curves .tip").is_hidden()
+    page.focus("#chart-curves")
+    page.keyboard.press("End")
+    stops = 100 * np.array([r["boundary"]["published"] for r in runs])
+    assert tip(page, "chart-curves").startswith("BMRS_N stops here")
+    assert f"parameters removed {stops.mean():.1f} ± {stops.std(ddof=1):.1f} %" in tip(page, "chart-curves")
+
+
+def test_a_tap_shows_numbers(opened, file):
+    page = opened(file, 390, has_touch=True, is_mobile=True)
+    page.locator("#chart-widths").scroll_into_view_if_needed()
+    page.locator("#chart-widths .kept").first.tap()
+    assert tip(page, "chart-widths").startswith("fc1 before 100 after ")
+
+
+def test_nothing_sticks_out_on_a_phone(opened, file, tmp_path):
+    for path in (file, report.write([made.demo()], tmp_path / "demo.html")):
+        page = opened(path, 390, is_mobile=True, has_touch=True)
+        for part in page.locator("summary").all():
+            part.click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        for chart in page.locator(".chart").all():
+            assert chart.bounding_box()["x"] + chart.bounding_box()["width"] <= 390
+
+
+def test_dark_and_light(opened, file):
+    def colours(scheme):
+        page = opened(file, color_scheme=scheme)
+        style = "(e) => [getComputedStyle(e).backgroundColor, getComputedStyle(e).color].map((c) => c.match(/\\d+/g))"
+        return [sum(map(int, rgb[:3])) for rgb in page.eval_on_selector("body", style)]
+
+    (ground, ink), (night, light) = colours("light"), colours("dark")
+    assert ground > 700 > 150 > ink
+    assert night < 100 < 650 < light
+
+
+def test_print_opens_what_is_folded_and_is_never_dark(opened, file):
+    page = opened(file, color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("details:not([open])").count() == 0
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("details[open]").count() == 0
+    page.emulate_media(media="print")
+    assert page.eval_on_selector("body", "(e) => getComputedStyle(e).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.locator(".controls").is_hidden()
+
+
+def test_the_data_can_be_downloaded(opened, file, tmp_path):
+    page = opened(file)
+    with page.expect_download() as waiting:
+        page.click("#download")
+    waiting.value.save_as(tmp_path / "data.json")
+    data = json.loads((tmp_path / "data.json").read_text())
+    assert list(data["settings"]) == list(made.LAYERS)
+    assert data == page.evaluate("JSON.parse(document.getElementById('data').textContent)")
+
+
+def test_without_javascript_the_tables_are_there(opened, file):
+    page = opened(file, java_script_enabled=False)
+    assert page.locator("noscript").is_visible()
+    assert page.locator(".results").count() == 2
+    assert page.locator(".chart").first.is_hidden()
+    assert page.locator("#download").is_hidden()
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "__proto__"])
+def test_hostile_names_do_nothing(opened, tmp_path, name):
+    contents = [made.table1(2), made.figure2(2, 10), made.figure3(2), made.figure1(1), made.prices(2)]
+    text = json.dumps(contents)
+    for word in ("mlp-mnist", "snr", "fc2"):
+        text = text.replace(f'"{word}"', json.dumps(name))
+    page = opened(report.write(json.loads(text), tmp_path / "hostile.html"))
+    page.select_option("#setting", name)
+    for select in ("method-widths", "method-gates"):
+        for value in page.eval_on_selector_all(f"#{select} option", "(all) => all.map((one) => one.value)"):
+            page.select_option(f"#{select}", value)
+    assert page.locator("#chart-curves svg").count() == 1
+    assert name[:17] in page.inner_text("#chart-widths")
+    assert page.locator("b[onclick]").count() == 0
+    page.focus("#chart-curves")
+    for _ in range(4):
+        page.keyboard.press("ArrowDown")
+        assert page.locator("#chart-curves .tip").is_visible()
+
+
+def test_every_kind_alone_draws(opened, tmp_path):
+    alone = (made.table1(1), made.prices(1), made.figure4(1), made.figure2(1, 5), made.figure3(1), made.figure1(1),
+             made.timing(), made.demo(False), {**made.figure2(1), "runs": []})  # fmt: skip
+    page = opened(report.write([made.demo()], tmp_path / "demo.html"))
+    for i, content in enumerate(alone):
+        page.goto(report.write([content], tmp_path / f"{i}.html").as_uri())
+        assert page.evaluate("document.documentElement.classList.contains('js')")
+
+
+def test_a_setting_called_like_a_builtin_has_only_its_own_results(opened, tmp_path):
+    pruned = json.loads(json.dumps(made.table1(1, ("mlp-mnist",))).replace("mlp-mnist", "constructor"))
+    page = opened(report.write([pruned, made.figure2(1, 5, ("mlp-mnist",)), made.figure1(1)], tmp_path / "page.html"))
+    page.select_option("#setting", "constructor")
+    assert page.inner_text("#chart-curves") == "Not run for this setting."
+    assert page.inner_text("#chart-evidence") == "Not run for this setting."
+    assert page.locator("#chart-history svg").count() == 1
