@@ -54,6 +54,17 @@ class TestDemo:
         assert made["versions"]["bmrs"] == bmrs.__version__
         assert {"command", "date", "machine", "commit", "seeds", "device"} <= made.keys()
 
+    def test_writes_a_page_with_its_gates(self, finished, tmp_path):
+        result, folder = finished
+        page = (folder / "report.html").read_text()
+        assert f"All of it as a page: {folder / 'report.html'}" in result.output
+        assert "Gates and evidence" in page
+        assert "How it shrank" in page
+        again = run("report", str(folder / "result.json"), "--out", str(tmp_path / "again.html"))
+        assert again.exit_code == 0, again.output
+        assert again.output.strip() == str(tmp_path / "again.html")
+        assert (tmp_path / "again.html").read_text() == page
+
     def test_the_same_seed_gives_the_same_result(self, finished, tmp_path):
         _, folder = finished
         assert run(*SHORT, "--out", str(tmp_path)).exit_code == 0
@@ -72,7 +83,7 @@ def test_a_run_too_short_to_prune_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--data", "imagenet"], "unknown data set 'imagenet': choose one of digits."),
+        (["--data", "imagenet"], "unknown data set 'imagenet': choose one of digits, mnist,"),
         (["--network", "vgg"], "unknown network 'vgg': choose one of lenet5, mlp."),
         (["--criterion", "luck"], "unknown criterion 'luck': choose one of bmrs_n, bmrs_u, snr, mean."),
         (["--price", "free"], "unknown price 'free': choose one of layer, uniform, params, macs, elbo."),
@@ -205,3 +216,15 @@ class TestInspect:
         assert result.exit_code == 2
         assert sentence in result.output
         assert "Traceback" not in result.output
+
+
+def test_a_report_of_what_is_no_result_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    for arguments, sentence in (
+        ([str(tmp_path / "none.json")], "does not exist: name the JSON file a run has written."),
+        ([str(tmp_path / "x.json")], "is not a result: its 'kind' must be one of"),
+    ):
+        result = run("report", *arguments, "--out", str(tmp_path / "page.html"))
+        assert result.exit_code == 2
+        assert sentence in result.output
+    assert not (tmp_path / "page.html").exists()

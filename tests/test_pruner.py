@@ -207,7 +207,7 @@ class TestWhatItChooses:
         assert torch.isfinite(model.eval()(X)).all()
 
     def test_only_structures_asked_for_have_gates(self):
-        for wanted in (["6"], None):
+        for wanted in (["6"], "6", None):
             model = network()
             structures = bmrs.structures(model, X)
             pruner = bmrs.Pruner(model, X, structures=wanted or [structures["6"]])
@@ -506,6 +506,19 @@ class TestWarnings:
         assert report.removed == 0
         assert same(snapshot(model, optimizer), before)
 
+    @pytest.mark.parametrize("criterion", [bmrs.BMRS_N(), bmrs.BMRS_U(), bmrs.SNR()])
+    def test_gates_that_begin_where_they_would_let_go_have_learned_nothing_either(self, criterion):
+        model, optimizer, pruner = made(log_sigma=4.0, criterion=criterion)
+        before = snapshot(model, optimizer)
+        with pytest.warns(UserWarning, match="before any optimizer step has moved the gates"):
+            assert pruner.prune().removed == 0
+        assert same(snapshot(model, optimizer), before)
+        assert pruner.prune(fraction=0.5).removed == 9  # which does not ask what they learned
+
+    def test_weights_can_be_judged_before_any_step(self):
+        _, _, pruner = made(criterion=bmrs.L2(fraction=0.5))
+        assert pruner.prune().removed == 9
+
     def test_an_optimizer_that_is_not_the_one_given_is_noticed(self):
         model, _, pruner = made()
         other = optim.SGD([p for name, p in model.named_parameters() if not name.startswith("bmrs")], 0.01)
@@ -648,6 +661,8 @@ class Linear(nn.Module):
         ({"price": lambda s: torch.ones(2, 3)}, ValueError, "price must return one number"),
         ({"price": lambda s: math.nan}, ValueError, "price must return one number of at least 0"),
         ({"price": lambda s: 1 / 0}, ZeroDivisionError, "division by zero"),
+        ({"price": lambda s: "much"}, ValueError, "price must return one number of at least 0, or one for each of the 6"),
+        ({"num_examples": "many"}, TypeError, "num_examples must be a number"),
         ({"strength": -1}, ValueError, "strength must be a finite number of at least 0"),
         ({"phi_lr": -1}, ValueError, "phi_lr must be a finite number of at least 0"),
         ({"warmup": -1}, ValueError, "warmup must be a finite number of at least 0"),
@@ -691,6 +706,19 @@ def test_an_optimizer_of_another_network_is_refused_and_the_network_has_no_gates
     with pytest.raises(TypeError, match="only optimizers and networks can be followed; got int"):
         pruner.follow(3)
     assert pruner.bank.optimizers == []
+
+
+def test_what_is_no_network_is_refused():
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got NoneType"):
+        bmrs.Pruner(None, X)
+
+
+def test_an_optimizer_of_matrices_alone_is_refused():
+    model = network()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    with pytest.raises(ValueError, match="optimizer trains matrices alone: give that of the other parameters too"):
+        bmrs.Pruner(model, X, optim.Muon(matrices))
+    assert not any(name.startswith("bmrs") for name in model.state_dict())
 
 
 def test_lbfgs_is_refused():

@@ -661,6 +661,26 @@ class TestOtherThingsInALoop:
         assert same(*ends)
         assert set(ends[1][1]) == {name for name, _ in model.named_parameters()}
 
+    @pytest.mark.parametrize("first", ["matrices", "vectors"])
+    def test_beside_an_optimizer_of_matrices_the_gates_learn_in_the_other(self, first):
+        model = small_network()
+        matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+        optimizers = [optim.Muon(matrices, 1e-2), optim.AdamW(vectors, 1e-2)]
+        given = optimizers if first == "matrices" else optimizers[::-1]
+        pruner = bmrs.Pruner(model, ROWS, given, log_sigma=-1.0)
+        start = cloned(tensors(model))
+        for removed in (3, 2):
+            for x, y in batches(3, 4):
+                model.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                for optimizer in given:
+                    optimizer.step()
+            assert all((tensors(model)[name] != start[name]).any() for name in start if "alive" not in name)
+            assert pruner.prune(fraction=0.3).removed == removed
+            start = cloned(tensors(model))
+        assert pruner.bank.steps == 6
+        assert all(optimizers[0].state[p]["momentum_buffer"].shape == p.shape for p in matrices)
+
     @pytest.mark.parametrize("given", ["all", "those that train"])
     def test_frozen_layers_are_cut_and_not_trained(self, given):
         model = network()
@@ -942,3 +962,30 @@ class TestCompiled:
         gated = model(ROWS)
         assert pruner.finish() is model
         torch.testing.assert_close(compiled(ROWS), gated, rtol=0, atol=1e-6)
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+    @pytest.mark.parametrize("how", ["wrapped", "in place", "in place, before the gates"])
+    def test_unknown_to_the_pruner_it_trains_with_the_draws_of_the_network_alone(self, how):
+        weights, data = cloned(small_network().state_dict()), batches(6, 4)
+        ends = []
+        for compiles in (False, True):
+            torch.compiler.reset()
+            called = model = small_network()
+            model.load_state_dict(weights)
+            optimizer = optim.Adam(model.parameters(), 1e-2)
+            if compiles and "before" in how:
+                model.compile(backend="aot_eager")
+                model(ROWS)
+            pruner = bmrs.Pruner(model, ROWS, optimizer, log_sigma=-1.0, seed=3)
+            if compiles and how == "wrapped":
+                called = torch.compile(model, backend="aot_eager")
+            elif compiles and how == "in place":
+                model.compile(backend="aot_eager")
+            assert not torch.equal(called(ROWS), called(ROWS))
+            train(called, optimizer, data[:3])
+            assert pruner.prune(fraction=0.3).removed == 3
+            train(called, optimizer, data[3:])
+            assert pruner.bank.draws == 8
+            ends.append(cloned(tensors(model)))
+        for name, want in ends[0].items():
+            torch.testing.assert_close(ends[1][name], want, rtol=0, atol=1e-6 if name in PHI else 1e-12)

@@ -115,7 +115,7 @@ class Tokens(nn.Module):
 NETWORKS = {
     "plain": network,
     "groups": Grouped,
-    # "residual": Residual,  # open: Structures.adopt takes a channel for gone when only the row of a branch is
+    "residual": Residual,
     "heads": lambda: Tokens(Heads()),
     "corrected heads": lambda: Tokens(Corrected()),
     "nn.MultiheadAttention": lambda: Tokens(nn.MultiheadAttention(8, 4, batch_first=True)),
@@ -126,6 +126,7 @@ NETWORKS = {
 WRITTEN_DOWN = {
     "plain": [],
     "groups": ["groups"],
+    "residual": ["widened"],
     "heads": ["integers", "widened"],
     "corrected heads": ["corrections", "widened"],
     "nn.MultiheadAttention": ["corrections", "widened"],
@@ -282,6 +283,28 @@ def test_a_run_that_was_interrupted_goes_on_exactly(kind):
     assert resumed.pruner.rank() == undisturbed.pruner.rank()
 
 
+def test_a_resumed_residual_network_keeps_the_record_of_an_undisturbed_one():
+    """Rows of a branch that go with the channel they are added to are not missing from the branch."""
+
+    def made():
+        model = Residual().double()
+        return model, bmrs.Pruner(model, X, seed=3)
+
+    (model, pruner), (again, resumed) = made(), made()
+    spread(pruner.bank)
+    assert min(row.removed for row in pruner.prune(fraction=0.4).structures) > 0
+    resumed.load_state_dict(through_a_file(pruner.state_dict()))
+    assert {s.name: s.kept for s in resumed.structures.everything} == {
+        s.name: s.kept for s in pruner.structures.everything
+    }
+    for one in (pruner, resumed):
+        assert one.prune(fraction=0.3).removed > 0
+    assert again.bmrs_removed == model.bmrs_removed
+    assert model.bmrs_removed.widened == {}
+    assert not any("indices" in name for name, _ in again.named_buffers())
+    assert torch.equal(resumed.finish().eval()(X), pruner.finish().eval()(X))
+
+
 def test_a_state_is_loaded_into_the_run_it_came_from_after_more_epochs():
     run = Run("Adam")
     run.epoch(batches(3))
@@ -397,7 +420,7 @@ def test_undo_restores_all_numbers_and_another_removal_works():
     train(model, optimizer, batches(2))
 
 
-@pytest.mark.parametrize("name", ["plain", "groups", "heads"])  # open: "residual", as above
+@pytest.mark.parametrize("name", ["plain", "groups", "residual", "heads"])
 def test_twenty_random_removals_and_undoings_leave_no_trace(name):
     model, optimizer, pruner = gated(name)
     spread(pruner.bank)

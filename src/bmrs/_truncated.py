@@ -211,8 +211,11 @@ def kl_gradient(f: Frame) -> tuple[Tensor, Tensor]:
 def quantile(f: Frame, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x at probability u with ∂x/∂μ and ∂x/∂log σ; u broadcasts against the units."""
     u = u.double()
-    both = zip(_inner_quantile(f, u), _tail_quantile(f, u), strict=True)
-    x, by_mu, by_log_sigma = (torch.where(f.t < 0.0, inside, beyond) for inside, beyond in both)
+    if f.regime is not None:
+        x, by_mu, by_log_sigma = (_inner_quantile if f.regime == "inside" else _tail_quantile)(f, u)
+    else:
+        both = zip(_inner_quantile(f, u), _tail_quantile(f, u), strict=True)
+        x, by_mu, by_log_sigma = (torch.where(f.t < 0.0, inside, beyond) for inside, beyond in both)
     # At u = 0 and u = 1 the quantile is the bound itself, which no parameter moves.
     bottom, top = u <= 0.0, u >= 1.0
     x = x.clamp(f.log_a, f.log_b).masked_fill(bottom, f.log_a).masked_fill(top, f.log_b)

@@ -1,4 +1,4 @@
-"""The command line: ``bmrs demo``, ``bmrs inspect`` and ``bmrs study``, and more to come."""
+"""The command line: ``bmrs demo``, ``bmrs inspect``, ``bmrs study`` and ``bmrs report``, and more to come."""
 
 import json
 import sys
@@ -16,6 +16,7 @@ except ImportError as missing:
     sys.exit(f"bmrs: the command line needs '{missing.name}': install it with  pip install 'bmrs[demo]'")
 
 import bmrs
+from bmrs import report as pages
 from bmrs.study.commands import app as study
 from bmrs.study.training import Progress, Recipe
 
@@ -114,11 +115,33 @@ def demo(
         )
     picture, result = job.write(outcome, out)
     saved, exported = job.reloaded(outcome, out)
+    page = pages.write(pages.load(result), out / "report.html")
     console.print(
-        f"Picture of the posteriors: {picture}\nNumbers and how they were made: {result}\n"
+        f"All of it as a page: {page}\nPicture of the posteriors: {picture}\n"
+        f"Numbers and how they were made: {result}\n"
         f"The small network, loaded again and compared: {saved}, {exported}",
         highlight=False,
     )
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="JSON results of bmrs study or bmrs demo, for one page.")],
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+) -> None:
+    """Show results on one page: a single HTML file that needs no network to be read.
+
+    Where two results hold the same setting and method, the first is shown.
+
+    Example:  [bold]bmrs report runs/demo/result.json --out demo.html[/bold]
+    """
+    try:
+        page = pages.write(pages.load(results), out)
+    except ValueError as wrong:
+        _fail(str(wrong))
+    except OSError as wrong:
+        _fail(f"--out names a file that cannot be written, {out} ({wrong.strerror}): choose another.")
+    print(page)
 
 
 @app.command()

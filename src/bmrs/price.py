@@ -76,7 +76,11 @@ def of_structures(
         return prices(price, sizes, strength=strength, num_examples=num_examples, cost=cost)
     parts = []
     for structure in structures:
-        own = torch.as_tensor(price(structure), dtype=torch.float64)
+        given = price(structure)
+        try:
+            own = torch.as_tensor(given, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            own = torch.tensor([])  # neither a number nor numbers
         if (
             own.dim() > 1
             or own.numel() not in (1, structure.units)
@@ -84,7 +88,7 @@ def of_structures(
         ):
             raise ValueError(
                 f"price must return one number of at least 0, or one for each of the {structure.units} units, for "
-                f"'{structure.name}'; got {own.tolist()}."
+                f"'{structure.name}'; got {given.tolist() if isinstance(given, Tensor) else given!r}."
             )
         parts.append(own.expand(structure.units))
     return strength * torch.cat(parts)

@@ -97,7 +97,7 @@ class Pruner:
         if price == "elbo" and num_examples is None:
             raise ValueError("price 'elbo' needs num_examples, the number of training examples: give num_examples=...")
         if num_examples is not None:
-            num_examples = int(_checks.number(num_examples, "num_examples", 1, math.inf, "those of the training set"))
+            num_examples = int(_checks.number(num_examples, "num_examples", 0, math.inf, "those of the training set"))
         for one in optimizers:
             self._check_optimizer(one)
         if optimizers and not any(map(takes_vectors, optimizers)):

@@ -233,3 +233,98 @@ def test_a_setting_called_like_a_builtin_has_only_its_own_results(opened, tmp_pa
     assert page.inner_text("#chart-curves") == "Not run for this setting."
     assert page.inner_text("#chart-evidence") == "Not run for this setting."
     assert page.locator("#chart-history svg").count() == 1
+
+
+LABELS = """(chart) => {
+  const texts = [...chart.querySelectorAll(".axes text:not(.name)")].map((one) => one.getBoundingClientRect());
+  const frame = chart.getBoundingClientRect();
+  const out = texts.filter((box) => box.left < frame.left - 1 || box.right > frame.right + 1).length;
+  const over = texts.filter((a, i) => texts.some((b, j) => i < j && a.left < b.right && b.left < a.right
+    && a.top + 3 < b.bottom && b.top + 3 < a.bottom)).length;
+  return [chart.id, texts.length, out, over];
+}"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_label_of_an_axis_is_cut_off_or_hidden_by_another(opened, tmp_path, width):
+    # Long labels: the evidence that large networks find, and accuracies so alike that they need a decimal.
+    gates, bits = made.figure1(1), json.loads(json.dumps(made.figure4(2)).replace("lenet5-cifar10", "lenet5-other"))
+    for run in gates["runs"]:
+        run["delta_f"]["bmrs_n"][0] = -3.2e7
+    for run in bits["runs"]:
+        run["accuracy"] = 0.665
+    contents = [bits, made.table1(2), made.figure2(2, 20), gates, made.prices(2)]
+    page = opened(report.write(contents, tmp_path / "page.html"), width)
+    for setting in ("mlp-mnist", "lenet5-mnist", "mlp-fashion-mnist"):
+        page.select_option("#setting", setting)
+        found = page.eval_on_selector_all(".chart", f"(charts) => charts.map({LABELS})")
+        assert len(found) == 8
+        assert [(name, out, over) for name, texts, out, over in found if not texts or out or over] == []
+    assert "−10⁷" in page.text_content("#chart-evidence")
+    assert "66.5 %" in page.text_content("#chart-bits-accuracy")
+
+
+def test_every_chart_and_control_is_reached_by_keyboard(opened, file):
+    page = opened(file)
+    reached = set()
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id"))
+    charts = page.eval_on_selector_all(".chart", "(all) => all.map((one) => one.id)")
+    assert reached >= {*charts, "setting", "close", "method-widths", "method-gates", "download"}
+    page.focus("#chart-prices")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#chart-prices .tip").is_visible()
+
+
+def test_the_papers_values_are_in_the_charts(opened, file):
+    page = opened(file)
+    page.select_option("#setting", "lenet5-mnist")
+    assert page.locator("#legend-prices").inner_text().split("\n")[-2:] == [
+        "paper's BMRS_N, its own counting", "whole network"
+    ]  # fmt: skip
+    page.focus("#chart-prices")
+    tips = set()
+    for _ in range(8):
+        page.keyboard.press("ArrowRight")
+        tips.add(tip(page, "chart-prices"))
+    assert "paper's BMRS_N parameters removed, its counting 86.9 ± 1.1 % accuracy 95.6 ± 0.9 %" in tips
+    page.focus("#chart-bits-removed")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    assert tip(page, "chart-bits-removed").startswith("paper, p₁ = 4 parameters removed (published counting) 68.1 ± ")
+    page.check("input[value=actual]")  # the paper has none of it
+    assert page.locator("#legend-bits-removed").inner_text() == "BMRS_U"
+
+
+def test_a_curve_of_two_points_and_no_curve_at_all(opened, tmp_path):
+    content = made.figure2(1, 1, ("mlp-mnist",))
+    content["runs"] = [{**run, "whole": None} for run in content["runs"] if run["method"] in ("bmrs_n", "l2")]
+    page = opened(report.write([content], tmp_path / "page.html"))
+    assert int(page.locator("#chart-curves").get_attribute("data-points")) >= 2
+    for button in page.locator("#legend-curves button").all():
+        button.click()
+    assert page.inner_text("#chart-curves") == "Choose a method above."
+    page.locator("#legend-curves button").first.click()
+    assert page.locator("#chart-curves svg").count() == 1
+
+
+def test_the_evidence_of_another_criterions_run_is_a_second_opinion(opened, tmp_path):
+    content = made.demo()
+    content["provenance"]["criterion"] = "SNR(threshold=1)"
+    page = opened(report.write([content], tmp_path / "snr.html"))
+    assert "BMRS_N would remove: ΔF ≥ −τ" in page.text_content("#chart-evidence")
+    page = opened(report.write([made.demo()], tmp_path / "n.html"))
+    assert "removed: ΔF ≥ −τ" in page.text_content("#chart-evidence")
+    assert "would" not in page.text_content("#chart-evidence")
+
+
+def test_a_phone_shows_whole_what_matters_most(opened, file):
+    page = opened(file, 390, is_mobile=True, has_touch=True)
+    for selector in (
+        ".glance th:nth-child(5)",
+        ".results tbody tr:first-child td:nth-child(3)",
+        "#correlations td:last-child",
+    ):
+        box = page.locator(selector).first.bounding_box()
+        assert box["x"] + box["width"] <= 390 - 18, selector

@@ -7,11 +7,15 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import bmrs
 from bmrs import report
 from bmrs.report.curves import knee
 from bmrs.report.digest import digest
 from bmrs.report.page import embeddable
+from bmrs.report.page import page as whole_page
 from tests.report import made
 
 HOSTILE = "</script><b onclick=alert(1)>&'\"<!--"
@@ -339,3 +343,91 @@ def test_nothing_to_write_is_refused(tmp_path):
             report.write(contents, tmp_path / "x.html")
     with pytest.raises(ValueError, match="is a folder"):
         report.load(tmp_path)
+
+
+def test_spreads_and_seeds_are_at_the_first_glance(page, study):
+    glance = page.split('class="glance"')[1].split("</table>")[0]
+    runs = [r for r in study[0]["runs"] if (r["setting"], r["method"]) == ("mlp-mnist", "bmrs_n")]
+    for values in ([r["compression"]["actual"] for r in runs], [r["accuracy"] for r in runs]):
+        assert f"± {100 * np.std(values, ddof=1):.1f}<" in glance
+    one = whole_page(digest([made.table1(1)]))
+    assert "±" not in one.split('class="glance"')[1].split("</table>")[0]
+
+
+def test_prices_stand_beside_the_whole_network_and_the_paper(page, study):
+    table = page.split('role="region" aria-label="Prices"')[1].split("</table>")[0]
+    whole, paper, layer, *_ = re.findall(r'<tr><th scope="row">(.*?)</tr>', table)
+    assert whole.startswith("whole network")
+    assert paper.startswith("paper's BMRS_N")
+    assert "<td>86.9 ± 1.1</td><td>95.6 ± 0.9</td>" in paper  # LeNet-5 on MNIST, as published
+    assert "layer" in layer
+    alone = made.prices(2)
+    alone["settings"] = {key: {**entry, "data": "other"} for key, entry in alone["settings"].items()}
+    assert "whole network" not in page_text(alone)
+    assert "paper" not in page_text(alone)
+
+
+def page_text(content) -> str:
+    return Reader(whole_page(digest([content]))).text
+
+
+def test_what_was_not_run_is_said(page):
+    assert "Not in these results" not in Reader(page).text
+    text = page_text(made.table1(1))
+    assert "Latency and memory were not measured here." in text
+    assert (
+        "Not in these results: curves of pruning after training, posteriors of the gates, rank correlations, "
+        "a comparison of prices, times and memory." in text
+    )
+
+
+def test_the_price_of_the_table_is_named():
+    content = made.table1(1)
+    for run in content["runs"]:
+        run.update(price="uniform", strength=0.5)
+    assert "Price: uniform, s = 0.5." in page_text(content)
+    assert "Price: layer." in page_text(made.table1(1))
+
+
+@pytest.mark.parametrize("criterion", [bmrs.BMRS_N(tolerance=2.0), bmrs.SNR(3.0)])
+def test_a_loop_of_ones_own(tmp_path, criterion):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5), nn.ReLU(), nn.Linear(5, 2))
+    pruner = bmrs.Pruner(model, torch.randn(4, 6), criterion=criterion)
+    recorder = report.Recorder(pruner, torch.randn(1, 6), network="my net", data="my data", batch=32)
+    parameters, multiply_adds = bmrs.cost.parameters, bmrs.cost.multiply_adds
+    whole = 6 * 9 + 9 + 9 * 5 + 5 + 5 * 2 + 2
+    recorder.prune(fraction=0.0)
+    with torch.no_grad():  # six gates forgotten, the others far from it
+        pruner.bank.mu.fill_(-0.1)
+        pruner.bank.log_sigma.fill_(-4.0)
+        pruner.bank.mu[:6], pruner.bank.log_sigma[:6] = -10.0, 4.0
+    assert recorder.prune().removed == 6
+    small = pruner.finish()
+    content = json.loads(json.dumps(recorder.result(accuracy=0.75), allow_nan=False))
+    assert content["before"] == {"accuracy": None, "parameters": whole, "multiply_adds": 6 * 9 + 9 * 5 + 5 * 2}
+    assert content["after"]["parameters"] == parameters(small)
+    assert content["after"]["multiply_adds"] == multiply_adds(small, torch.randn(1, 6))
+    assert [pair["after"] for pair in content["units"].values()] == [3, 5]
+    assert content["gates"]["removed_at"] == [2] * 6 + [0] * 8
+    assert content["history"] == [{"epoch": 1, "units": 14}, {"epoch": 2, "units": 8}]
+    reader = Reader(written([content], tmp_path))
+    assert "my net, my data" in reader.text
+    assert "75.0 % test accuracy" in reader.text
+    assert "batch" in reader.text
+    gates = reader.data["gates"]["my net-my data"]
+    assert gates["removed_by"] == ("bmrs_n" if isinstance(criterion, bmrs.BMRS_N) else "snr")
+    assert gates["tolerance"]["bmrs_n"] == (
+        2.0 if isinstance(criterion, bmrs.BMRS_N) else pytest.approx(0.9189, abs=1e-4)
+    )
+    with pytest.raises(ValueError, match="divide percentages by 100"):
+        recorder.result(accuracy=75)
+
+
+def test_the_history_of_a_demo_is_read_from_its_gates():
+    content = {**made.demo(), "kind": "demo"}
+    del content["history"]
+    history = digest([content])["pruned"]["lenet5-digits"]["bmrs_n"]["history"]
+    gone = content["gates"]["removed_at"]
+    assert len(history) == 40
+    assert history == [[e, sum(not 0 < at <= e for at in gone)] for e in range(1, 41)]

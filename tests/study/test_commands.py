@@ -233,8 +233,13 @@ class TestStopped:
     def test_ctrl_c(self, monkeypatch):
         table1(out="whole")
         real = time.sleep
+        # Shells start what runs in the background with the signal ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGINT) if len(calls) == 4 else real(0))
-        result = table1(code=130)  # in the second setting
+        try:
+            result = table1(code=130)  # in the second setting
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert "goes on where it stopped" in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
         assert not Path("here/table1.json").exists()

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 from bmrs.criteria import BMRS_N
@@ -15,7 +16,7 @@ TWO = ("mlp-mnist", "lenet5-cifar10")
 def words(figure):
     """All that is written on a figure."""
     figure.draw_without_rendering()
-    return " ".join(text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")))
+    return " ".join(text.get_text() for text in figure.findobj(Text))
 
 
 @pytest.mark.parametrize("steep", [3, 8, 20])
@@ -158,6 +159,24 @@ def test_one_seed_or_few_methods_are_enough(draw):
     figure = draw()
     assert isinstance(figure, Figure)
     assert "n = " in words(figure)
+
+
+@pytest.mark.parametrize(("seeds", "contours"), [(3, False), (10, True)])
+@pytest.mark.parametrize("settings", [("mlp-mnist",), ("mlp-mnist", "lenet5-mnist")])
+def test_captions_speak_of_contours_where_there_are_any(seeds, contours, settings):
+    figure = plots.figure2(made_results.post_training(settings, ("snr", "bmrs_n"), seeds))
+    assert ("contours hold 50 and 90 %" in words(figure)) == contours
+
+
+def test_legends_name_only_what_is_drawn():
+    # The paper has nothing on the digits, and one of the settings has no BMRS_N.
+    text = words(plots.prices_figure(made_results.prices(("mlp-digits",), 1)))
+    assert "paper" not in text
+    assert "not pruned" in text
+    assert "actual compression" in text
+    content = made_results.by_p1(("mlp-cifar10", "lenet5-cifar10"), (4, 8), 1)
+    content["runs"] = [r for r in content["runs"] if r["setting"] != "mlp-cifar10" or r["method"].startswith("bmrs_u")]
+    assert {"BMRS$_N$", "not pruned"} <= {t.get_text() for t in plots.figure4(content).legends[0].get_texts()}
 
 
 def test_save_writes_vectors_and_300_dots_per_inch(tmp_path):

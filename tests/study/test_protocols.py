@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import math
 import os
 import random
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import scipy.stats
@@ -20,29 +20,29 @@ from bmrs.study.post_training import post_training, spearman
 from bmrs.study.protocols import Stage, continuous, objective
 from bmrs.study.settings import Setting
 
-SMALL = Setting("made", "mlp", "digits", 32, 3e-2, (14, 10), epochs=9, fine_tune=2)
+SMALL = Setting("made", "mlp", "digits", 32, 1e-2, (14, 10), epochs=26, fine_tune=2)
+HASTY = replace(SMALL, learning_rate=3e-2, epochs=9)  # learns badly, but units go
 METHODS = ("none", "l2", "mean", "bmrs_n", "bmrs_u8")
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 AFTER = ("l2", "mean", "snr", "bmrs_n", "bmrs_u4", "gradient")
 
 
-def while_training(**more):
-    return continuous(SMALL, METHODS, (0, 4), **more)
+def while_training(setting, **more):
+    return continuous(setting, METHODS, (0, 4), **more)
 
 
-def after_training(**more):
-    setting = replace(SMALL, fine_tune=1)
-    return post_training(setting, AFTER, (0, 4), fractions=FRACTIONS, together=13, **more)
+def after_training(setting, **more):
+    return post_training(replace(setting, fine_tune=1), AFTER, (0, 4), fractions=FRACTIONS, together=13, **more)
 
 
 @pytest.fixture(scope="module")
 def pruned():
-    return while_training()
+    return while_training(SMALL)
 
 
 @pytest.fixture(scope="module")
 def curves():
-    return after_training()
+    return after_training(SMALL)
 
 
 def without_time(found):
@@ -55,8 +55,8 @@ class TestWhileTraining:
 
     def test_it_learns_and_prunes(self, pruned):
         for run in pruned["runs"]:
-            assert run["validation"] > (0.8 if run["method"] != "l2" else 0.05), run["method"]
-            assert (run["compression"]["actual"] > 0.05) == (run["method"] != "none")
+            assert run["validation"] > (0.85 if run["method"] != "l2" else 0.05), run["method"]
+            assert (run["compression"]["actual"] > 0) == (run["method"] != "none")
 
     def test_numbers_of_a_run_agree(self, pruned):
         whole = pruned["setting"]["parameters"]
@@ -87,19 +87,19 @@ class TestWhileTraining:
             continuous(SMALL, ("l2",), (0,))
 
     def test_other_methods_and_prices_beside_make_no_difference(self, pruned):
-        alone = continuous(SMALL, ("bmrs_n",), (4,), prices=(("layer", 1.0), ("uniform", 0.5)))["runs"]
+        alone = continuous(SMALL, ("bmrs_n",), (4,), prices=(("layer", 1.0), ("uniform", 0.1)))["runs"]
         (same,) = [run for run in alone if run["price"] == "layer"]
         (other,) = [run for run in alone if run["price"] == "uniform"]
         (before,) = [run for run in pruned["runs"] if (run["method"], run["seed"]) == ("bmrs_n", 4)]
         assert same["units"] == before["units"]
         assert same["accuracy"] == pytest.approx(before["accuracy"], abs=0.01)
-        assert other["units"] != same["units"]
+        assert other["history"] != same["history"]
 
     def test_layers_can_be_spared(self):
         """A price so high that nothing is worth it."""
-        high = (("uniform", 1e4),)
-        emptied = continuous(SMALL, ("bmrs_n",), (0,), prices=high)["runs"][0]
-        spared = continuous(SMALL, ("bmrs_n",), (0,), prices=high, spare=True)["runs"][0]
+        rash, high = replace(SMALL, learning_rate=0.3, epochs=2), (("uniform", 1e4),)
+        emptied = continuous(rash, ("bmrs_n",), (0,), prices=high)["runs"][0]
+        spared = continuous(rash, ("bmrs_n",), (0,), prices=high, spare=True)["runs"][0]
         assert emptied["emptied"]
         assert set(spared["units"].values()) == {1}
 
@@ -148,18 +148,19 @@ class TestAfterTraining:
 
     def test_spearman(self):
         scores = torch.randint(0, 6, (4, 50)).double()  # with ties
-        scores[0] = torch.randn(50)
+        scores[0] = torch.randn(50)  # and without
         torch.testing.assert_close(spearman(scores), torch.tensor(scipy.stats.spearmanr(scores.T).statistic))
         scores[1, 7] = math.inf
         assert bool(spearman(scores).isfinite().all())
 
 
 @pytest.mark.parametrize("protocol", [while_training, after_training])
-def test_stopped_anywhere_it_goes_on_the_same(protocol, pruned, curves):
-    whole = pruned if protocol is while_training else curves
-    total = []
-    protocol(progress=lambda done, all_of_them: total.append(all_of_them))
-    for stop in random.Random(total[-1]).sample(range(1, total[-1]), 4):
+def test_stopped_anywhere_it_goes_on_the_same(protocol):
+    totals = []
+    whole = protocol(HASTY, progress=lambda done, total: totals.append(total))
+    if protocol is while_training:
+        assert any(run["history"] and run["history"][-1]["units"] < 20 for run in whole["runs"])
+    for stop in random.Random(6).sample(range(1, totals[-1]), 2):
         saved = io.BytesIO()
 
         def keep(state, stop=stop, saved=saved):
@@ -168,12 +169,11 @@ def test_stopped_anywhere_it_goes_on_the_same(protocol, pruned, curves):
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            protocol(checkpoint=keep)
+            protocol(HASTY, checkpoint=keep)
         saved.seek(0)
         told = []
-        again = protocol(
-            resume=torch.load(saved, weights_only=True), progress=lambda done, _, told=told: told.append(done)
-        )
+        state = torch.load(saved, weights_only=True)
+        again = protocol(HASTY, resume=state, progress=lambda done, _, told=told: told.append(done))
         assert told[0] == stop + 1
         assert without_time(again) == without_time(whole)
 
@@ -194,29 +194,24 @@ class TestObjective:
         assert other.x is stage.x
 
 
-def table1(folder, **more):
-    arguments = ["study", "table1", "--settings", "mlp-digits", "--seeds", "2", "--epochs", "12", "--fine-tune", "2"]
-    command = [sys.executable, "-c", "from bmrs.cli import main; main()", *arguments, "--out", str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **more)
-
-
-def result(folder):
-    import json
-
-    found = json.loads((Path(folder) / "table1.json").read_text())
-    return found["runs"]
+def table1(folder):
+    arguments = ["study", "table1", "--settings", "mlp-digits", "--methods", "none,bmrs_n", "--seeds", "2"]
+    arguments += ["--epochs", "8", "--fine-tune", "2", "--out", str(folder)]
+    command = [sys.executable, "-c", "from bmrs.cli import main; main()", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def test_a_killed_study_resumes(tmp_path):
-    """SIGKILL at three moments, the last in a network half trained; the numbers are those of an undisturbed one."""
-    undisturbed = table1(tmp_path / "whole")
-    begun = time.monotonic()
-    assert undisturbed.wait(300) == 0
-    seconds = time.monotonic() - begun
-    for part in (0.5, 0.7, 0.9):
-        victim = table1(tmp_path / "killed")
-        time.sleep(part * seconds)
-        os.kill(victim.pid, signal.SIGKILL)
-        victim.wait()
+    """SIGKILL in the middle of training; the numbers are those of an undisturbed one."""
+    assert table1(tmp_path / "whole").wait(300) == 0
+    victim = table1(tmp_path / "killed")
+    state = tmp_path / "killed" / "parts" / "mlp-digits.checkpoint.pt"
+    while not state.exists():
+        assert victim.poll() is None
+        time.sleep(0.01)
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait()
+    assert not (tmp_path / "killed" / "table1.json").exists()
     assert table1(tmp_path / "killed").wait(300) == 0
-    assert result(tmp_path / "killed") == result(tmp_path / "whole")
+    killed, whole = (json.loads((tmp_path / name / "table1.json").read_text()) for name in ("killed", "whole"))
+    assert killed["runs"] == whole["runs"]

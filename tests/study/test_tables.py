@@ -165,3 +165,31 @@ def test_hostile_text_stays_text():
     assert r"50%_of\|a$b" in made.markdown
     check_latex(made.latex)
     assert markup.latex_text("a_b 5% `x --y` ½ é") == r"a\_b 5\% \texttt{x -{}-y} $\frac{1}{2}$ e"
+
+
+@pytest.mark.parametrize(
+    ("draw", "content"),
+    [
+        (tables.table1, made_results.continuous),
+        (tables.prices_table, made_results.prices),
+        (tables.timing_table, made_results.timing),
+    ],
+)
+def test_every_float_says_how_it_was_made(draw, content):
+    # Floats land on pages of their own: a note under the last one does not reach the others.
+    made = draw(content(("mlp-mnist", "lenet5-mnist")))
+    floats = made.latex.split(r"\begin{table*}")[1:]
+    assert len(floats) > 1
+    for one in floats:
+        assert one.count("Made by \\texttt{bmrs study ") == 1
+    assert made.markdown.count("Made by `bmrs study ") == 1
+    assert sum("Energy: 0.0123 kWh" in one for one in floats) == 1
+
+
+def test_captions_name_the_counting_and_the_seeds():
+    captions = re.findall(r"\\caption\{(.*)\}", tables.table1(made_results.continuous(("mlp-mnist",), seeds=3)).latex)
+    assert captions == [
+        "MLP: compression as the paper counts it, and accuracy, ours and the paper's; n = 3 seeds",
+        "MLP: actual compression, and the mean of what is left; n = 3 seeds",
+    ]
+    assert "; one seed}" in tables.prices_table(made_results.prices(("mlp-mnist",), seeds=1)).latex

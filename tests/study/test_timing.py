@@ -9,6 +9,7 @@ from torch import nn
 
 import bmrs
 from bmrs import report
+from bmrs.report.tables import MODES, STATES
 from bmrs.study import published, tables, timing
 from bmrs.study.counting import Counting
 from bmrs.study.settings import PAPER, SETTINGS
@@ -120,9 +121,10 @@ class TestMeasure:
 
     def test_report(self, content, measured, tmp_path):
         page = report.write([content], tmp_path / "report.html").read_text(encoding="utf-8")
-        assert "forward pass, inference mode" in page
-        for state in ("without gates", "with gates", "after removal"):
-            assert state in page
+        for words in (*(MODES[mode] for mode in timing.MODES), *(STATES[m] for m in ("none", "gated", "removed"))):
+            assert words in page
+        for run in measured.found["runs"]:
+            assert "{:.3g} to {:.3g} ms".format(*run["ms_spread"]) in page
 
 
 def test_table_says_the_papers_ratios():

@@ -1,7 +1,22 @@
 """The report: one HTML file that shows a study or a single run, and needs no network to be read.
 
-:func:`load` reads the JSON files, ``digest`` boils them down to what the page shows, ``tables`` writes what can be read
-without JavaScript, and ``page`` puts it together with the style sheet and the scripts beside it.
+``bmrs study`` and ``bmrs demo`` write one by themselves. From their JSON files, one or several on one page::
+
+    bmrs.report.write(bmrs.report.load(["runs/demo/result.json"]), "report.html")
+
+and on the command line ``bmrs report runs/demo/result.json``. A training loop of one's own is noted by a
+:class:`Recorder`, which stands between the loop and its Pruner::
+
+    pruner = bmrs.Pruner(model, example, optimizer)
+    recorder = bmrs.report.Recorder(pruner, example, network="ResNet-18", data="my images", epochs=40)
+    for epoch in range(40):
+        ...                                                        # the loop as it was
+        recorder.prune()                                           # instead of pruner.prune()
+    model = pruner.finish()
+    bmrs.report.write([recorder.result(accuracy=0.94, whole_accuracy=0.95)], "report.html")
+
+Inside, ``reading`` checks the files, ``digest`` boils them down to what the page shows, ``tables`` writes what can be
+read without JavaScript, and ``page`` puts it together with the style sheet and the scripts beside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from bmrs.report.reading import load
+from bmrs.report.recording import Recorder
 
-__all__ = ["load", "write"]
+__all__ = ["Recorder", "load", "write"]
 
 
 def write(contents: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
-    """One HTML file from one or several results, as :func:`load` gives them; returns where it is.
+    """One HTML file from one or several results, as :func:`load` or :meth:`Recorder.result` gives them; returns where.
 
     Where two results hold the same setting and method, the first is shown.
     """

@@ -231,10 +231,12 @@ function evidenceChart(host, gates, method) {
       format: power, ticks: [...powers.map((p) => -p), 0, ...powers].filter((t) => t >= low && t <= high) },
     draw(layer, x, y, box) {
       const edge = y(-tau);
+      // Another criterion decided: the evidence is a second opinion.
+      const rule = gates.removed_by && gates.removed_by !== method ? `${shown(method)} would remove` : "removed";
       layer.append(svg("rect", { x: box.left, y: box.top - 8, width: box.right - box.left, height: edge - box.top + 8, class: "zone" }),
         svg("line", { x1: box.left, x2: box.right, y1: edge, y2: edge, class: "tolerance" }),
         svg("text", { x: box.right - 4, y: box.top + 8, "text-anchor": "end", class: "note gone-text" },
-          tau ? `removed: ΔF ≥ −τ, τ = ${tau.toFixed(2)} nats` : "removed: ΔF ≥ 0"));
+          `${rule}: ${tau ? `ΔF ≥ −τ, τ = ${tau.toFixed(2)} nats` : "ΔF ≥ 0"}`));
       const series = gates.layers.map((name) => ({ name, points: [] }));
       gates.mean.forEach((mean, i) => {
         if (!known(mean) || !known(scores[i])) return;

@@ -11,7 +11,17 @@ from bmrs.report.curves import curves
 from bmrs.report.gates import PRIOR_MEAN, correlations, gates
 from bmrs.report.single import as_study
 from bmrs.study import published
-from bmrs.study.summary import DATA, NETWORKS, Spread, deviation, method_name, ordered_methods, p1_of, price_name, price_place
+from bmrs.study.summary import (
+    DATA,
+    NETWORKS,
+    Spread,
+    deviation,
+    method_name,
+    ordered_methods,
+    p1_of,
+    price_name,
+    price_place,
+)
 
 Content = Mapping[str, Any]
 Run = Mapping[str, Any]
@@ -40,7 +50,7 @@ def digest(results: Sequence[Content]) -> dict[str, Any]:
         str(r["method"]) for r in after
     ]
     methods += [m for part in shown["correlations"].values() for m in part["methods"]]
-    methods += [m for part in shown["gates"].values() for m in part["delta_f"]]
+    methods += [m for part in shown["gates"].values() for m in (*part["delta_f"], part["removed_by"]) if m]
     settings = _settings(study, keys)
     _beside_the_paper(shown["pruned"], settings)
     pruned_at = {_main_price(continuous, key) for key in shown["pruned"]}

@@ -46,6 +46,7 @@ def _of_setting(runs: Sequence[Run]) -> dict[str, Any]:
         "delta_f": {method: [score(method, i) for i in thinned] for method in methods},
         "tolerance": {method: tolerance(method, first) for method in methods},
         # Units that went during training are shown as they were then, and the rule is not asked again.
+        "removed_by": first.get("removed_by"),
         "removed": None if gone is None else [int(bool(gone[i])) if i < len(gone) else 0 for i in thinned],
         "histogram": {method: _histogram(runs, method) for method in methods},
     }

@@ -64,8 +64,9 @@ def kwh(value: float) -> str:
 def missing(data: Mapping[str, Any]) -> str:
     """What could be here and was not run: its absence is no result."""
     parts = {
-        "pruned": "pruning while training", "curves": "curves of pruning after training", "gates": "posteriors of the gates",
-        "correlations": "rank correlations", "prices": "a comparison of prices", "timing": "times and memory",
+        "pruned": "pruning while training", "curves": "curves of pruning after training",
+        "gates": "posteriors of the gates", "correlations": "rank correlations",
+        "prices": "a comparison of prices", "timing": "times and memory",
     }  # fmt: skip
     absent = [words for part, words in parts.items() if not data[part]]
     return f'<p class="foot">Not in these results: {", ".join(absent)}.</p>' if absent else ""

@@ -46,7 +46,7 @@ def checked(content: Any, where: str) -> dict[str, Any]:
     if kind == "demo":
         for part in ("before", "after", "units"):
             if not isinstance(content.get(part), Mapping):
-                raise ValueError(f"{where} is not a demo's result: '{part}' is missing; run bmrs demo again.")
+                raise ValueError(f"{where} is not a run's result: '{part}' is missing; write it again.")
         return {**content, "kind": "demo"}
     if kind not in NEEDED:
         raise ValueError(f"{where} is not a result: its 'kind' must be one of {', '.join(NEEDED)}; got {kind!r}.")

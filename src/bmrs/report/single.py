@@ -1,12 +1,14 @@
-"""The demo's result as the results of a study: one setting, the whole network and the pruned one."""
+"""One run, of the demo or of a Recorder, as the results of a study: the whole network and the pruned one."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from bmrs.report.averages import number
 
 
 def as_study(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Results of the kinds continuous and timing, and posteriors where the demo wrote its gates."""
+    """Results of the kinds continuous and timing, and posteriors where the run wrote its gates."""
     made = dict(content.get("provenance") or {})
     recipe: dict[str, Any] = dict(made["recipe"]) if isinstance(made.get("recipe"), Mapping) else {}
     network, data = str(made.get("network", "network")), str(made.get("data", "data"))
@@ -35,8 +37,11 @@ def as_study(content: Mapping[str, Any]) -> list[dict[str, Any]]:
         }  # fmt: skip
 
     runs = [run("none", before, "before"), run(method, after, "after")]
+    gates = content.get("gates")
     if isinstance(content.get("history"), list):
         runs[1]["history"] = content["history"]
+    elif isinstance(gates, Mapping) and isinstance(gates.get("removed_at"), list):
+        runs[1]["history"] = history(gates["removed_at"], recipe.get("epochs"))
     head = {"provenance": made, "settings": {setting: entry}}
     results = [{**head, "kind": "continuous", "runs": runs, "energy": content.get("energy")}]
     times = [
@@ -44,14 +49,26 @@ def as_study(content: Mapping[str, Any]) -> list[dict[str, Any]]:
          "ms": _times(measured.get("epoch_seconds"), 1000)}
         for name, measured in (("none", before), ("removed", after)) if measured.get("epoch_seconds") is not None
     ]  # fmt: skip
-    results.append({**head, "kind": "timing", "runs": times})
-    gates = content.get("gates")
+    if times:
+        results.append({**head, "kind": "timing", "runs": times})
     if isinstance(gates, Mapping) and {"layer", "mean", "delta_f"} <= gates.keys():
         scores = gates["delta_f"]
         scores = scores if isinstance(scores, Mapping) else {"bmrs_n": scores}
         results.append({**head, "kind": "posteriors",
-                        "runs": [{**gates, "setting": setting, "seed": seed, "delta_f": scores}]})  # fmt: skip
+                        "runs": [{**gates, "setting": setting, "seed": seed, "delta_f": scores,
+                                  "removed_by": method}]})  # fmt: skip
     return results
+
+
+def history(removed_at: Sequence[Any], epochs: Any = None) -> list[dict[str, int]]:
+    """Units left after every epoch, from the epoch after which each went; 0 is a unit that stayed.
+
+    >>> history([0, 2, 2, 0], 3)
+    [{'epoch': 1, 'units': 4}, {'epoch': 2, 'units': 2}, {'epoch': 3, 'units': 2}]
+    """
+    went = [int(number(epoch) or 0) for epoch in removed_at]
+    last = max([int(number(epochs) or 0), *went])
+    return [{"epoch": e, "units": sum(not 0 < at <= e for at in went)} for e in range(1, last + 1)]
 
 
 def method_of(criterion: str) -> str:

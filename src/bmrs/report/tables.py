@@ -152,7 +152,8 @@ def prices(data: Digest) -> str:
         for name, *cells in [*references, *rows]
     )
     whole = f"<table><thead><tr><td rowspan='2'></td>{first}</tr><tr>{second}</tr></thead><tbody>{body}</tbody></table>"
-    said = ["Removed by actual counting" + (", the paper's row by its own." if any('paper' in row[0] for row in references) else ".")]
+    beside = any("paper" in name for name, *_ in references)
+    said = ["Removed by actual counting, the paper's row by its own." if beside else "Removed by actual counting."]
     said += ["Mean ± standard deviation over the seeds."] if "±" in body else []
     return boxed(whole, "Prices") + f'<p class="foot">{" ".join(said)}</p>'
 

@@ -193,15 +193,18 @@ class Structures(Sequence[Structure]):
         return dict(reasons)
 
     def adopt(self, record: Removed) -> None:
-        """Take over what a record says is gone: a unit is, when every index it had somewhere is."""
-        self.gone = set()
+        """Take over what a record says is gone: a unit is, when every index it had is."""
+        known: set[int] = set()
+        alive: set[int] = set()
         for (name, dim), labels in self.findings.places.items():
-            kept = record.kept.get(name, {}).get(dim)
-            if kept is not None:
-                first = self.base.kept.get(name, {}).get(dim) or list(range(len(labels)))
-                present = set(kept)
-                there = {v for index, label in zip(first, labels, strict=True) if index in present for v in label}
-                self.gone |= {variable for label in labels for variable in label} - there
+            first = self.base.kept.get(name, {}).get(dim) or list(range(len(labels)))
+            present = set(record.kept.get(name, {}).get(dim, first))
+            known.update(*labels)
+            alive.update(*(label for index, label in zip(first, labels, strict=True) if index in present))
+        self.gone = known - alive
+        for branch, rows in self.findings.branches.items():
+            if branch.path not in record.widened:  # rows that went with what they are added to, not by themselves
+                self.gone -= set(rows)
 
     def heading(self) -> str:
         name = type(self.model).__name__

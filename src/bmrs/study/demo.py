@@ -114,11 +114,13 @@ class Demo:
     def write(self, outcome: Outcome, folder: Path) -> tuple[Path, Path]:
         """A picture of the posteriors and a JSON file with the numbers and how they were made."""
         picture, result = folder / "posteriors.png", folder / "result.json"
+        tolerance = self.criterion.tolerance if isinstance(self.criterion, bmrs.BMRS_N) else None
         content = {
             "before": asdict(outcome.before),
             "after": asdict(outcome.after),
             "units": {name: {"before": b, "after": a} for name, (b, a) in outcome.units.items()},
             "pruning_epoch_seconds": {"first": outcome.pruning_seconds[0], "last": outcome.pruning_seconds[1]},
+            "gates": outcome.log.to_json(tolerance),
             "provenance": provenance(
                 data=self.data.name,
                 network=self.network_name,
@@ -129,7 +131,6 @@ class Demo:
             ),
         }
         result.write_text(json.dumps(content, indent=2) + "\n")
-        tolerance = self.criterion.tolerance if isinstance(self.criterion, bmrs.BMRS_N) else None
         posterior_figure(outcome.log, tolerance).savefig(picture, dpi=160)
         return picture, result
 

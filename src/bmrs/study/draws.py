@@ -5,7 +5,7 @@ would draw alone, whatever is stacked beside it. On a GPU one kernel in float32 
 quantile in float64, at the same random numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bmrs import _truncated
-from bmrs._truncated import Frame
+from bmrs._truncated import Frame, Regime
 from bmrs.posterior import LOG_A, LOG_B, LOG_SIGMA_RANGE
 
 _MASK = 0xFFFFFFFF
+_BLOCK = 1 << 14  # draws at a time, which stay in a processor's cache
 
 
 def draw(
@@ -107,9 +108,31 @@ class _Draw(Function):
 
 
 def _exact(mu: Tensor, log_sigma: Tensor, alive: Tensor, u: Tensor) -> list[Tensor]:
+    """θ and its derivatives, [members, examples, units], in the precision of ``mu``."""
     low, high = LOG_SIGMA_RANGE
-    inside = (log_sigma >= low) & (log_sigma <= high)
-    frame = Frame(mu[:, None], log_sigma.clamp(low, high)[:, None], LOG_A, LOG_B)
-    x, by_mu, by_log_sigma = _truncated.quantile(frame, u)
-    theta = x.exp() * alive[:, None]
-    return [part.to(mu.dtype) for part in (theta, theta * by_mu, theta * by_log_sigma * inside[:, None])]
+    free = (log_sigma >= low) & (log_sigma <= high)
+    members, examples, units = u.shape
+    # Gates as rows, so that those of one regime can be taken together and one form evaluated for each.
+    own, width, rows = mu.flatten(), log_sigma.clamp(low, high).flatten(), u.transpose(1, 2).reshape(-1, examples)
+    out = mu.new_zeros(3, members * units, examples)
+    for chosen, regime in _regimes(own, alive.flatten(), max(1, _BLOCK // examples)):
+        frame = Frame(own[chosen, None], width[chosen, None], LOG_A, LOG_B, regime)
+        x, by_mu, by_log_sigma = _truncated.quantile(frame, rows[chosen])
+        theta = x.exp()
+        by_log_sigma = by_log_sigma * free.flatten()[chosen, None]
+        for part, value in zip(out, (theta, theta * by_mu, theta * by_log_sigma), strict=True):
+            part[chosen] = value.to(mu.dtype)
+    return list(out.view(3, members, units, examples).transpose(2, 3).mul_(alive[:, None]))
+
+
+def _regimes(mu: Tensor, alive: Tensor, block: int) -> Iterator[tuple[Tensor | slice, Regime | None]]:
+    """The gates that are alive, in blocks of the same regime; on a GPU all at once, since it waits for nothing."""
+    if mu.is_cuda:
+        yield slice(None), None
+        return
+    inside, above = (mu > LOG_A) & (mu < LOG_B), mu >= LOG_B
+    regimes: list[tuple[Tensor, Regime]] = [(inside, "inside"), (above, "above"), (~(inside | above), "below")]
+    for mask, regime in regimes:
+        for chosen in (mask & alive).nonzero().squeeze(1).split(block):
+            if len(chosen):
+                yield chosen, regime

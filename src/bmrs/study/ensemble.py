@@ -228,8 +228,9 @@ class Ensemble:
             _set(self.gates, name, changed(name, getattr(source.gates, name).detach()))
         self.gates.rooms.update(rooms)
         parameters = self.parameters()
-        fast = self.x.is_cuda
-        self.optimizer = torch.optim.Adam(parameters.values(), lr=self.learning_rate, fused=fast, capturable=fast)
+        self.optimizer = torch.optim.Adam(
+            parameters.values(), lr=self.learning_rate, fused=True, capturable=self.x.is_cuda
+        )
         for name, parameter in parameters.items():
             if state.get(name):
                 self.optimizer.state[parameter] = state[name]

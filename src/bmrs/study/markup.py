@@ -9,7 +9,8 @@ _LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$",
     "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": "$<$", ">": "$>$", "±": r"$\pm$", "×": r"$\times$",
     "θ": r"$\theta$", "τ": r"$\tau$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "–": "--", "−": "$-$", "₂": "$_2$",
-    "|": r"\textbar{}", "½": r"$\frac{1}{2}$", "·": r"$\cdot$", "→": r"$\rightarrow$", "…": r"\dots{}", "’": "'", '"': "''",
+    "½": r"$\frac{1}{2}$", "·": r"$\cdot$", "→": r"$\rightarrow$", "…": r"\dots{}", "’": "'", '"': "''",
+    "|": r"\textbar{}",
 }  # fmt: skip
 _TOKENS = re.compile(r"BMRS_(?P<kind>[NU])|`(?P<code>[^`]*)`|(?P<one>.)", re.DOTALL)
 

@@ -107,8 +107,8 @@ def figure4(content: Content) -> Figure:
     all_axes[0, 0].set_ylabel("test accuracy (%)")
     all_axes[1, 0].set_ylabel("compression (%)")
     # The settings need not have the same references.
-    labelled = {words: mark for axes in all_axes[0] for mark, words in zip(*axes.get_legend_handles_labels(), strict=True)}
-    handles = list(labelled.values())
+    labelled = [pair for axes in all_axes[0] for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    handles = list({words: mark for mark, words in labelled}.values())
     n = summary.usual_n(cell.accuracy for cell in cells)
     caption = f"{plot_style.count_text(n)};\ncompression as the paper counts it"
     plot_style.legend(figure, handles, 2 if len(settings) == 1 else 4, caption)
@@ -219,5 +219,7 @@ def _prices_legend(
         Line2D([], [], label="not pruned", color=none.color, linestyle=none.line),
     )
     handles += [handle for handle, there in zip(references, also, strict=True) if there]
-    caption = f"{plot_style.count_text(n)}; actual compression" + ("" if narrow else "; neighbours show equally many points of accuracy")
+    caption = f"{plot_style.count_text(n)}; actual compression"
+    if not narrow:
+        caption += "; neighbours show equally many points of accuracy"
     plot_style.legend(figure, handles, 2 if narrow else 6, caption)

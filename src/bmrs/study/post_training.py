@@ -257,7 +257,7 @@ def spearman(scores: Tensor) -> Tensor:
     worth = torch.where(torch.isfinite(scores), scores, math.inf).double()  # what is not finite stays, as in a ranking
     below = (worth[:, :, None] > worth[:, None, :]).sum(2)
     equal = (worth[:, :, None] == worth[:, None, :]).sum(2)
-    ranks = below + (equal + 1) / 2.0
+    ranks = (below + (equal + 1) / 2).double()
     ranks = ranks - ranks.mean(1, keepdim=True)
     length = ranks.norm(dim=1)
     correlations: Tensor = (ranks @ ranks.T) / (length[:, None] * length[None, :])

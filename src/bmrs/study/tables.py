@@ -153,7 +153,8 @@ def _beside_paper(network: str, settings: Sequence[Setting], cells: Sequence[Cel
                     row.append(f"{theirs.mean:.2f} ± {theirs.sd:.2f}" if theirs else NOTHING)
         blocks.append(tuple(tuple(row) for row in rows))
     beside = ", ours and the paper's" if any(has_paper.values()) else ""
-    return Grid(f"{network}: compression as the paper counts it, and accuracy{beside}; {_of_seeds(n)}", ("method", ""), groups, tuple(blocks))
+    title = f"{network}: compression as the paper counts it, and accuracy{beside}; {_of_seeds(n)}"
+    return Grid(title, ("method", ""), groups, tuple(blocks))
 
 
 def _pair(cell: Cell | None) -> tuple[Spread | None, Spread | None]:
@@ -177,7 +178,8 @@ def _actual(network: str, settings: Sequence[Setting], cells: Sequence[Cell], n:
                 row.append(text)
         blocks.append(tuple(tuple(row) for row in rows))
     groups = (Group("", tuple(s.data_name for s in settings)),)
-    return Grid(f"{network}: actual compression, and the mean of what is left; {_of_seeds(n)}", ("method", ""), groups, tuple(blocks))
+    title = f"{network}: actual compression, and the mean of what is left; {_of_seeds(n)}"
+    return Grid(title, ("method", ""), groups, tuple(blocks))
 
 
 def _count(value: Spread) -> str:
@@ -209,7 +211,8 @@ def _prices(network: str, settings: Sequence[Setting], cells: Sequence[Cell], n:
         rows.append(tuple(row))
     references = [tuple(row) for row in (whole, paper) if set(row[1:]) != {NOTHING}]
     groups = tuple(Group(s.data_name, ("comp. (%)", "acc. (%)")) for s in settings)
-    return Grid(f"{network}: actual compression and accuracy at every price; {_of_seeds(n)}", ("price",), groups, (tuple(references), tuple(rows)))
+    title = f"{network}: actual compression and accuracy at every price; {_of_seeds(n)}"
+    return Grid(title, ("price",), groups, (tuple(references), tuple(rows)))
 
 
 def _times(setting: Setting, runs: Mapping[tuple[str, str], Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:

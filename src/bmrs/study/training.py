@@ -1,8 +1,10 @@
 """Training one network, with gates or without."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,16 @@ class GateLog:
         gone = torch.ones_like(self.removed_at, dtype=torch.bool)
         gone[self._there(pruner)] = False
         self.removed_at[gone & (self.removed_at == 0)] = epoch
+
+    def to_json(self, tolerance: float | None = None) -> dict[str, Any]:
+        """Unit by unit, as the report reads it; None where a score is no finite number."""
+        finite = {
+            name: [value if math.isfinite(value) else None for value in values.tolist()]
+            for name, values in (("mean", self.mean), ("snr", self.snr), ("delta_f", self.delta_f))
+        }
+        layer = [name for name, own in self.layers.items() for _ in range(own.stop - own.start)]
+        known = {} if tolerance is None else {"tolerance": tolerance}
+        return {"layer": layer, **finite, "removed_at": self.removed_at.tolist(), **known}
 
     def _there(self, pruner: bmrs.Pruner) -> list[int]:
         return [
