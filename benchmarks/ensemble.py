@@ -68,7 +68,6 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
-    torch.set_float32_matmul_precision("high")
     rows = []
     for key in options.settings:
         setting = PAPER[key]

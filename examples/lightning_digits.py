@@ -27,8 +27,7 @@ class Digits(L.LightningModule):
         )
 
     def training_step(self, batch, index):
-        x, y = batch
-        return F.cross_entropy(self.net(x), y)
+        return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def validation_step(self, batch, index):
         x, y = batch

@@ -21,9 +21,8 @@ options = parser.parse_args()
 options.out.mkdir(parents=True, exist_ok=True)
 checkpoint = options.out / "checkpoint.pt"
 
-digits = load_digits()
-x = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16 - 0.5
-y = torch.tensor(digits.target)
+x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
+x = x.float().reshape(-1, 1, 8, 8) / 16 - 0.5
 train, test = slice(0, 1400), slice(1400, None)
 
 torch.manual_seed(0)

@@ -23,11 +23,10 @@ parser.add_argument("--size", type=int, default=64)
 options = parser.parse_args()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
-digits = load_digits()  # stands for your own images
-x = torch.tensor(digits.images, dtype=torch.float32)[: options.images, None].expand(-1, 3, -1, -1) / 16
+x, y = (torch.tensor(part)[: options.images] for part in load_digits(return_X_y=True))  # stands for your own images
+x = x.float().reshape(-1, 1, 8, 8).expand(-1, 3, -1, -1) / 16
 x = F.interpolate(x, size=(options.size, options.size), mode="bilinear").sub(0.45).div(0.225).to(device)
-y = torch.tensor(digits.target)[: options.images].to(device)
-(x_train, x_test), (y_train, y_test) = x.tensor_split([len(x) * 4 // 5]), y.tensor_split([len(x) * 4 // 5])
+(x_train, x_test), (y_train, y_test) = (t.tensor_split([len(x) * 4 // 5]) for t in (x, y.to(device)))
 
 
 def train(model: nn.Module) -> None:

@@ -147,6 +147,19 @@ def test_a_tap_shows_numbers(opened, file):
     assert tip(page, "chart-widths").startswith("fc1 before 100 after ")
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_tip_is_never_over_its_point(opened, file, width):
+    page = opened(file, width, reduced_motion="reduce")  # a page that glides moves between two looks
+    page.focus("#chart-curves")
+    for step in range(1, 60):
+        page.keyboard.press("ArrowDown" if step % 9 == 0 else "ArrowRight")
+        ring, said = (page.locator(f"#chart-curves .{part}").bounding_box() for part in ("ring", "tip"))
+        x, y = ring["x"] + ring["width"] / 2, ring["y"] + ring["height"] / 2
+        assert not (said["x"] < x < said["x"] + said["width"] and said["y"] < y < said["y"] + said["height"])
+        assert said["x"] >= 0
+        assert said["x"] + said["width"] <= width
+
+
 def test_nothing_sticks_out_on_a_phone(opened, file, tmp_path):
     for path in (file, report.write([made.demo()], tmp_path / "demo.html")):
         page = opened(path, 390, is_mobile=True, has_touch=True)
@@ -248,7 +261,7 @@ LABELS = """(chart) => {
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_label_of_an_axis_is_cut_off_or_hidden_by_another(opened, tmp_path, width):
     # Long labels: the evidence that large networks find, and accuracies so alike that they need a decimal.
-    gates, bits = made.figure1(1), json.loads(json.dumps(made.figure4(2)).replace("lenet5-cifar10", "lenet5-other"))
+    gates, bits = made.figure1(1), json.loads(json.dumps(made.figure4(2)).replace("cifar10", "other"))
     for run in gates["runs"]:
         run["delta_f"]["bmrs_n"][0] = -3.2e7
     for run in bits["runs"]:

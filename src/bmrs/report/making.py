@@ -91,8 +91,15 @@ def how_made(data: Mapping[str, Any]) -> str:
 def _settings(settings: Mapping[str, Any]) -> str:
     entries = {str(key): entry if isinstance(entry, Mapping) else {} for key, entry in settings.items()}
     columns = [c for c in dict.fromkeys(name for e in entries.values() for name in e) if c not in ("network", "data")]
-    rows = [[escape(key), *(_plain(entry.get(column), column) for column in columns)] for key, entry in entries.items()]
+    rows = [
+        [unbroken(key), *(_roomy(_plain(e.get(column), column)) for column in columns)] for key, e in entries.items()
+    ]
     return boxed(table(["Setting", *(escape(c.replace("_", " ")) for c in columns)], rows, kind="settings"), "Settings")
+
+
+def _roomy(cell: str) -> str:
+    """A long cell, such as a list of layers, gets the width to be read in."""
+    return cell if len(cell) < 30 else f'<span class="prose">{cell}</span>'
 
 
 def _list(values: Mapping[str, Any]) -> str:

@@ -113,7 +113,7 @@ function stops() {
       known(knee) ? (100 * curve[choice.counting][knee]).toFixed(1) : "–",
       known(knee) ? (100 * curve.accuracy[knee]).toFixed(1) : "–",
     ];
-    return html("tr", {}, html("th", { scope: "row" }, sample(name), " ", shown(name)),
+    return html("tr", {}, html("th", { scope: "row" }, sample(name), " ", html("span", { class: "nb" }, shown(name))),
       ...cells.map((text) => html("td", {}, text)));
   });
   host.replaceChildren(...rows);

@@ -137,9 +137,13 @@ function explore(host, picture, series, width, height, box, near) {
     ring.setAttribute("cy", point.y);
     const factor = picture.getBoundingClientRect().width / width || 1;
     const [px, py] = [point.x * factor, point.y * factor];
-    const left = px + 18 + tip.offsetWidth <= host.clientWidth ? px + 18 : px - 18 - tip.offsetWidth;
-    tip.style.left = `${Math.max(0, Math.min(left, host.clientWidth - tip.offsetWidth))}px`;
-    tip.style.top = `${Math.max(0, Math.min(py - tip.offsetHeight / 2, height * factor - tip.offsetHeight))}px`;
+    // Beside the point; where there is no room, as on a phone, above or below it: never over it.
+    const [right, left] = [px + 18, px - 18 - tip.offsetWidth];
+    const beside = right + tip.offsetWidth <= host.clientWidth ? right : left >= 0 ? left : null;
+    const over = py > tip.offsetHeight + 18 ? py - 18 - tip.offsetHeight : py + 18;
+    tip.style.left = `${beside ?? Math.max(0, Math.min(px - tip.offsetWidth / 2, host.clientWidth - tip.offsetWidth))}px`;
+    tip.style.top = `${beside === null ? over
+      : Math.max(0, Math.min(py - tip.offsetHeight / 2, height * factor - tip.offsetHeight))}px`;
   }
   function nearest(event) {
     const area = picture.getBoundingClientRect();

@@ -29,7 +29,7 @@ from bmrs.study.provenance import provenance
 from bmrs.study.store import Store, StoreWarning, attempt, finite, state, write_json, write_text
 
 FORMAT = 1  # of the parts: raise it when old ones can no longer be used
-P1 = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)  # figure 4
+P1 = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # figure 4
 SHARED = "post-training"  # one computation, and one folder, for figures 1, 2, 3 and the appendix
 ROOT = Path("runs/study")
 
@@ -107,6 +107,8 @@ class Plan:
 
     def networks(self) -> int:
         """Per setting. Without gates no price is paid, so those networks are trained once."""
+        if self.job.protocol == "timing":
+            return 3  # without gates, with them, and smaller
         if self.job.protocol != "continuous":
             return max(1, len(self.seeds))
         plain = len({"none", "l2"} & set(self.methods))
@@ -118,7 +120,9 @@ class Plan:
             "seeds": len(self.seeds), "prices": self.prices, "fractions": len(self.fractions),
             "settings": {
                 setting.key: {
-                    "networks": self.networks(), "epochs": setting.epochs, "fine_tune": setting.fine_tune,
+                    "networks": self.networks(),
+                    "epochs": 0 if self.job.protocol == "timing" else setting.epochs,
+                    "fine_tune": 0 if self.job.protocol == "timing" else setting.fine_tune,
                     "state": "to do" if self.restart else state(self.parts, setting.key),
                 }
                 for setting in self.settings
@@ -236,7 +240,10 @@ def headline(content: Mapping[str, Any]) -> list[dict[str, Any]]:
         return finite(round(100.0 * summary.spread(values).mean, 2))
 
     if kind == "timing":
-        return [{n: run.get(n) for n in ("setting", "method", "mode", "batch", "ms", "memory_mib")} for run in runs]
+        names = ("setting", "method", "mode", "batch")
+        return [
+            {**{n: run[n] for n in names}, **{n: _short(run.get(n)) for n in ("ms", "memory_mib")}} for run in runs
+        ]  # fmt: skip
     groups: dict[tuple[str, ...], list[Any]] = {}
     for run in runs:
         price = (summary.price_name(run["price"], run["strength"]),) if kind == "continuous" else ()
@@ -256,6 +263,10 @@ def headline(content: Mapping[str, Any]) -> list[dict[str, Any]]:
             row["Spearman of bmrs_n and snr"] = mean(run["spearman"][snr][bmrs_n] for run in own)
         rows.append({**{name: value for name, value in row.items() if value != ""}, "seeds": len(own)})
     return rows
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.3g}")
 
 
 class Screen:
@@ -369,7 +380,8 @@ def _run(plans: Sequence[Plan], root: Path | None, as_json: bool, dry_run: bool)
         again = plan.restart and plan.out not in {earlier.out for earlier in plans[:number]}
         plan = dataclasses.replace(plan, restart=again)
         console.print(f"[bold]{plan.job.name}[/bold] on {plan.device}, results in {plan.out}", highlight=False)
-        with Screen(console, [setting.key for setting in plan.settings]) as screen:
+        steps = "rounds" if plan.job.protocol == "timing" else "epochs"
+        with Screen(console, [setting.key for setting in plan.settings], steps) as screen:
             contents.append(compute(plan, screen))
         files = write(plan, contents[-1])
         answers.append(_answer(console, contents[-1], headline(contents[-1]), files, as_json and root is None))

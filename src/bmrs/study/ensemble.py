@@ -6,6 +6,7 @@ go, the stack closes ranks: it keeps room for as many as the member that has mos
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ _ROWS = 1 << 15  # of all members together, tested at a time
 _GAIN = 0.85  # closing ranks must leave at most this share of the weights to be worth it
 _PHI = ("mu", "log_sigma")
 _PER_ROOM = {"mu": 0.0, "log_sigma": START, "alive": False, "units": -1, "prices": 0.0}  # and what an empty one has
+
+
+@contextmanager
+def _fast_products(on: bool) -> Iterator[None]:
+    """Matrix products in TF32, several times faster on a GPU and far more precise than the noise of the gates."""
+    before = torch.get_float32_matmul_precision()
+    if on:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Ensemble:
@@ -77,8 +90,11 @@ class Ensemble:
 
     def train_epoch(self, order: Tensor) -> None:
         """``order``: [members, examples], which images each member sees, one batch after the other."""
+        with _fast_products(self.x.is_cuda):
+            self._epoch(order.to(self.x.device))
+
+    def _epoch(self, order: Tensor) -> None:
         self.stack.train()
-        order = order.to(self.x.device)
         if self._order is None or self._order.shape != order.shape:
             self._order, self._graph = order.clone(), None
         else:
@@ -105,7 +121,7 @@ class Ensemble:
         torch.cuda.current_stream().wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=aside):  # autograd remembers the stream of the first steps
             self._step()
         return first
 
@@ -154,9 +170,10 @@ class Ensemble:
         number = len(y) if rows is None else rows.shape[1]
         rows = None if rows is None else rows.to(x.device)
         right = torch.zeros(self.members, device=x.device)
-        for part in torch.arange(number, device=x.device).split(max(1, _ROWS // self.members)):
-            own = (part.expand(self.members, -1) if rows is None else rows[:, part]).flatten()
-            right += (self.stack(x[own]).argmax(1) == y[own]).view(self.members, -1).sum(1)
+        with _fast_products(x.is_cuda):
+            for part in torch.arange(number, device=x.device).split(max(1, _ROWS // self.members)):
+                own = (part.expand(self.members, -1) if rows is None else rows[:, part]).flatten()
+                right += (self.stack(x[own]).argmax(1) == y[own]).view(self.members, -1).sum(1)
         return right / number
 
     # --- units that go ------------------------------------------------------------------------------------------------

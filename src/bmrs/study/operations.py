@@ -92,6 +92,8 @@ class _Conv2d(Function):
         assert kernels is not None
         members, outputs, _, size, _ = weight.shape
         filters = _filters(weight)
+        if x.shape[1] > 1:  # what a patch takes from a row of pixels then lies side by side
+            x = x.contiguous(memory_format=torch.channels_last)
         rows = kernels[0].patches(x, size, filters.shape[2]).view(members, -1, filters.shape[2])
         ctx.save_for_backward(rows, filters)
         ctx.of_x, ctx.of_weight = x.shape, weight.shape

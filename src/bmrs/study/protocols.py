@@ -112,21 +112,7 @@ class Stage:
 
     def entry(self, seconds: float, networks: int) -> dict[str, Any]:
         """This setting in a result file."""
-        setting = self.setting
-        whole = self.counting.left(torch.ones(1, self.counting.units, dtype=torch.bool))
-        return {
-            "network": setting.network,
-            "data": setting.data,
-            "layers": {name: own.stop - own.start for name, own in self.counting.layers.items()},
-            "batch": setting.batch,
-            "learning_rate": setting.learning_rate,
-            "epochs": setting.epochs,
-            "fine_tune": setting.fine_tune,
-            "parameters": self.counting.parameters,
-            "multiply_adds": int(whole["multiply_adds"][0]),
-            "seconds": seconds,
-            "networks": networks,
-        }
+        return self.setting.entry(self.counting, seconds, networks)
 
 
 # --- pruning while training -------------------------------------------------------------------------------------------
