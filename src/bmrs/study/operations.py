@@ -1,7 +1,7 @@
 """The operations of many networks at once, each with its own weights and examples, where the library's own are slow.
 
-Convolutions on a GPU are matrix products of patches: grouped convolutions of few channels, what stacked ones come to in
-the library, are several times slower. Elsewhere a grouped convolution does.
+Convolutions on a GPU are kernels of their own: grouped convolutions of few channels, what stacked ones come to in the
+library, are many times slower. Elsewhere a grouped convolution does.
 """
 
 from functools import cache
@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-
-_ENOUGH = 512  # matrix products at a time that keep a GPU busy
 
 
 def conv2d(
@@ -84,48 +82,33 @@ class _Linear(Function):
 
 
 class _Conv2d(Function):
-    """Patches, [members, examples · pixels, k · k · C], times filters; channels last in the output."""
+    """Channels last inside and in what it returns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         kernels = _kernels()
         assert kernels is not None
-        members, outputs, _, size, _ = weight.shape
-        filters = _filters(weight)
-        if x.shape[1] > 1:  # what a patch takes from a row of pixels then lies side by side
-            x = x.contiguous(memory_format=torch.channels_last)
-        rows = kernels[0].patches(x, size, filters.shape[2]).view(members, -1, filters.shape[2])
-        ctx.save_for_backward(rows, filters)
-        ctx.of_x, ctx.of_weight = x.shape, weight.shape
-        out = torch.baddbmm(bias[:, None], rows, filters.mT)
-        out_h, out_w = x.shape[2] - size + 1, x.shape[3] - size + 1
-        return out.view(x.shape[0], out_h, out_w, outputs).permute(0, 3, 1, 2)
+        x = x.permute(0, 2, 3, 1).contiguous()
+        ctx.save_for_backward(x, weight)
+        filters = weight.permute(0, 3, 4, 2, 1).flatten(1, 3).contiguous()
+        out: Tensor = kernels[0].forward(x, filters, bias, weight.shape[3])
+        return out.permute(0, 3, 1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kernels = _kernels()
         assert kernels is not None
-        rows, filters = ctx.saved_tensors
-        members, outputs, inputs, size, _ = ctx.of_weight
-        slope = grad.permute(0, 2, 3, 1).reshape(members, -1, outputs)
+        x, weight = ctx.saved_tensors
+        members, outputs, inputs, size, _ = weight.shape
+        slope = grad.permute(0, 2, 3, 1).contiguous()
         by_x = None
         if ctx.needs_input_grad[0]:
-            by_x = kernels[0].gather(torch.bmm(slope, filters).flatten(0, 1), ctx.of_x, size)
-        # The sum runs over many rows: in shares, so that there is work for everyone.
-        shares = next(s for s in range(max(1, _ENOUGH // members), 0, -1) if slope.shape[1] % s == 0)
-        parts = torch.bmm(
-            slope.view(members * shares, -1, outputs).mT, rows.view(members * shares, -1, rows.shape[2])
-        ).view(members, shares, outputs, -1)
-        by_filters = parts.sum(1) if shares > 1 else parts[:, 0]
-        by_weight = by_filters[..., : size * size * inputs].view(members, outputs, size, size, inputs)
-        return by_x, by_weight.permute(0, 1, 4, 2, 3).contiguous(), slope.sum(1)
-
-
-def _filters(weight: Tensor) -> Tensor:
-    """[members, O, k · k · C], in the order of patches, padded to a multiple of four."""
-    flat = weight.permute(0, 1, 3, 4, 2).flatten(2)
-    return F.pad(flat, (0, -flat.shape[2] % 4))
+            filters = weight.permute(0, 3, 4, 1, 2).flatten(1, 3).contiguous()
+            by_x = kernels[0].by_input(slope, filters, x.shape[1], x.shape[2], size).permute(0, 3, 1, 2)
+        by_filters, by_bias = kernels[0].by_filters(x, slope, members, size)
+        by_weight = by_filters.view(members, size, size, inputs, outputs).permute(0, 4, 3, 1, 2)
+        return by_x, by_weight.contiguous(), by_bias
 
 
 class _MaxPool(Function):
