@@ -7,11 +7,12 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/bmrs demo
 
+# Tests side by side, each with one thread: threads that wait for each other are slow.
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/scores.py

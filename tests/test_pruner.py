@@ -666,6 +666,8 @@ class Linear(nn.Module):
         ({"strength": -1}, ValueError, "strength must be a finite number of at least 0"),
         ({"phi_lr": -1}, ValueError, "phi_lr must be a finite number of at least 0"),
         ({"warmup": -1}, ValueError, "warmup must be a finite number of at least 0"),
+        ({"warmup": 2.5}, ValueError, "warmup must be a whole number, a number of optimizer steps; got 2.5: round it."),
+        ({"seed": 1.5}, ValueError, "seed must be a whole number, of the gates' draws; got 1.5"),
         ({"log_sigma": 9}, ValueError, "log_sigma must be in [-20, 5]"),
         ({"noise": "pixel"}, ValueError, "noise must be 'example' or 'batch'"),
         ({"criterion": "bmrs_n"}, TypeError, "criterion must be a bmrs criterion such as BMRS_N(); got str"),

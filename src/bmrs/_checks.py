@@ -21,6 +21,14 @@ def number(value: object, name: str, low: float, high: float, what: str) -> floa
     return value
 
 
+def whole(value: object, name: str, low: float, what: str) -> int:
+    """A whole number of at least ``low``, however it is written."""
+    found = number(value, name, low, math.inf, what)
+    if found != int(found):
+        raise ValueError(f"{name} must be a whole number, {what}; got {found:g}: round it.")
+    return int(value)  # type: ignore[call-overload, no-any-return]  # a large one does not fit a float
+
+
 def floating(tensor: object, name: str) -> Tensor:
     """A floating-point tensor."""
     if not isinstance(tensor, Tensor):

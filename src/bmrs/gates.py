@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bmrs.structure.capture import canonical_names, named_tensors
+from bmrs.structure.listing import Structure
 from bmrs.structure.multihead import MultiheadForward
-from bmrs.structure.structures import Structure
 
 if TYPE_CHECKING:
     from bmrs.noise import NoiseBank

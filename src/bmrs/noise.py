@@ -19,9 +19,9 @@ from torch._compile import _disable_dynamo
 from bmrs import _checks, chance
 from bmrs.gates import Again, ConsumerGate, Gate, InputGate, OutputGate, WeightGate, consumer_gates
 from bmrs.posterior import LOG_A, LOG_B, TruncatedLogNormal
+from bmrs.structure.listing import Structure, Structures
 from bmrs.structure.record import GATES, Removed, check_record, removed
 from bmrs.structure.remove import become, resize
-from bmrs.structure.structures import Structure, Structures
 
 Noise = Literal["example", "batch"]
 _PER_UNIT = ("mu", "log_sigma", "alive")

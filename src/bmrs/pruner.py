@@ -89,7 +89,9 @@ class Pruner:
         if not isinstance(self.criterion, Criterion):
             raise TypeError(f"criterion must be a bmrs criterion such as BMRS_N(); got {type(criterion).__name__}.")
         self.phi_lr = _checks.number(phi_lr, "phi_lr", 0.0, math.inf, "a factor on the weights' learning rate")
-        self.warmup = int(_checks.number(warmup, "warmup", 0, math.inf, "a number of optimizer steps"))
+        self.warmup = _checks.whole(warmup, "warmup", 0, "a number of optimizer steps")
+        if seed is not None:
+            seed = _checks.whole(seed, "seed", -math.inf, "of the gates' draws")
         strength = _checks.number(strength, "strength", 0.0, math.inf, "a factor on every price")
         log_sigma = _checks.number(log_sigma, "log_sigma", -20.0, 5.0, "where every gate's log σ begins")
         if not callable(price) and price not in KINDS:
@@ -97,7 +99,7 @@ class Pruner:
         if price == "elbo" and num_examples is None:
             raise ValueError("price 'elbo' needs num_examples, the number of training examples: give num_examples=...")
         if num_examples is not None:
-            num_examples = int(_checks.number(num_examples, "num_examples", 0, math.inf, "those of the training set"))
+            num_examples = _checks.whole(num_examples, "num_examples", 0, "those of the training set")
         for one in optimizers:
             self._check_optimizer(one)
         if optimizers and not any(map(takes_vectors, optimizers)):
@@ -106,7 +108,7 @@ class Pruner:
         self.add_kl = bool(add_kl)
         self.structures, chosen = _chosen(self.model, example_inputs, structures)
         device = next(self.model.parameters()).device
-        seed = parallel.shared_number(torch.initial_seed() if seed is None else int(seed), self.model, device)
+        seed = parallel.shared_number(torch.initial_seed() if seed is None else seed, self.model, device)
         self.bank = NoiseBank.attach(self.model, chosen, noise, log_sigma=log_sigma, seed=seed)
         self._start = log_sigma
         self._gated = [s for s in chosen if s.name in self.bank.layers]

@@ -15,11 +15,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bmrs.study import commands
-from bmrs.study.commands import JOBS, Screen, app
+from bmrs.study.commands import JOBS, app
+from bmrs.study.screen import Screen
 
 DIGITS = "mlp-digits,lenet5-digits"
 EPOCHS = 12
 calls: list[tuple[str, str, int]] = []  # protocol, setting, epoch it began at
+asked: list[tuple] = []  # methods and prices of the last training
 
 
 def _runs(setting, value, **more):
@@ -46,6 +48,7 @@ def _entry(setting, networks):
 
 
 def continuous(setting, methods, seeds, *, prices, device, data_dir, checkpoint, resume, progress):
+    asked[:] = [(methods, prices)]
     values = _epochs("continuous", setting, seeds, checkpoint, resume, progress)
     runs = [
         {**_runs(setting, value, method=method, seed=seed, price=price, strength=strength), "validation": float("nan"),
@@ -229,6 +232,36 @@ class TestSharedComputation:
         assert len(calls) == 5  # the shared one is begun anew once, not four times
 
 
+class TestShared:
+    def test_a_network_is_trained_once(self):
+        table1(out="study/table1")
+        calls.clear()
+        common = ("--settings", "mlp-digits", "--seeds", 3, "--epochs", EPOCHS, "--out")
+        run("prices", *common, "study/prices")
+        assert asked == [(("bmrs_n",), (("uniform", 1.0), ("params", 0.5), ("elbo", 1.0)))]
+        read = json.loads(Path("study/prices/prices.json").read_text())
+        found = [(r["method"], r["price"], r["seed"]) for r in read["runs"]]
+        assert len(found) == len(set(found)) == 3 * 5
+        assert read["provenance"]["reused"] == ["table1"]
+        calls.clear()
+        run("prices", *common, "study/prices", "--restart")
+        assert asked == [(("none", "bmrs_n"), (("layer", 1.0), ("uniform", 1.0), ("params", 0.5), ("elbo", 1.0)))]
+
+    def test_nothing_to_train(self):
+        table1(out="study/table1")
+        calls.clear()
+        options = ("--settings", "lenet5-digits", "--seeds", 2, "--epochs", EPOCHS, "--methods", "none,bmrs_u8,bmrs_u4")
+        run("figure4", *options, "--out", "study/figure4")
+        assert calls == []
+        assert len(json.loads(Path("study/figure4/figure4.json").read_text())["runs"]) == 6
+
+    def test_another_folder_of_the_same_command_is_trained_anew(self):
+        table1(out="one")
+        calls.clear()
+        table1(out="other")
+        assert len(calls) == 2
+
+
 class TestStopped:
     def test_ctrl_c(self, monkeypatch):
         table1(out="whole")
@@ -380,7 +413,7 @@ def test_sweep():
 class TestScreen:
     def test_one_line_per_setting(self, monkeypatch):
         now = [100.0]
-        monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
         screen = Screen(Console(force_terminal=True, width=120), ["a", "b", "c"])
         screen.end("a", 75.0)
         screen.begin("b", 70)
@@ -399,7 +432,7 @@ class TestScreen:
 
     def test_plain_lines_now_and_then(self, monkeypatch, capsys):
         now = [0.0]
-        monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
         with Screen(Console(), ["a"], every=30.0) as screen:
             screen.begin("a", 70)
             for epoch in range(1, 61):

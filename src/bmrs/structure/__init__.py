@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from bmrs.structure.capture import ExampleInputs
+from bmrs.structure.listing import Structure, Structures
 from bmrs.structure.record import Removed, removed
-from bmrs.structure.structures import Structure, Structures
 from bmrs.structure.surgery import remove_units
 
 __all__ = ["ExampleInputs", "Removed", "Structure", "Structures", "remove", "removed", "structures"]

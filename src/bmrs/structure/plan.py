@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from bmrs.structure.discover import Label
+from bmrs.structure.listing import Structures, alive
 from bmrs.structure.mend import Correction, is_builtin
 from bmrs.structure.record import Removed
-from bmrs.structure.structures import Structures, alive
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from bmrs.structure.capture import arguments, forked_rng, mode, named_tensors
-from bmrs.structure.structures import Structures
+from bmrs.structure.listing import Structures
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from bmrs.structure.listing import Structure, Structures
 from bmrs.structure.plan import record
 from bmrs.structure.remove import apply
-from bmrs.structure.structures import Structure, Structures
 from bmrs.structure.verify import CLEARLY_EXACT, CannotRunError, Trial
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from bmrs.structure.capture import first_line, named_tensors
+from bmrs.structure.listing import Structure, Structures
 from bmrs.structure.mend import is_builtin
 from bmrs.structure.plan import Mend, new_value, record
 from bmrs.structure.remove import apply, drop_caches
 from bmrs.structure.sandbox import difference, outputs, paused, randomise, sandbox, trial_inputs
-from bmrs.structure.structures import Structure, Structures
 
 TOLERANCE = 1e-6
 """Largest relative difference allowed. Roundings are below 1e-7, mistakes seen were 2e-3 and more."""

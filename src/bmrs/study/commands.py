@@ -9,23 +9,21 @@ import json
 import re
 import shutil
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Self
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
 from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from bmrs.study.energy import total
 from bmrs.study.footers import duration
 from bmrs.study.provenance import provenance
+from bmrs.study.screen import Screen
 from bmrs.study.store import Store, StoreWarning, attempt, finite, state, write_json, write_text
 
 FORMAT = 1  # of the parts: raise it when old ones can no longer be used
@@ -100,6 +98,13 @@ class Plan:
         return self.out / "parts"
 
     @property
+    def others(self) -> list[Path]:
+        """Where commands of this study that train the same networks keep their parts, under their usual names."""
+        alike = [job for job in JOBS.values() if job.protocol == self.job.protocol and job.name != self.job.name]
+        beside = [] if self.restart else [self.out.parent / job.folder / self.parts.name for job in alike]
+        return [folder for folder in beside if folder != self.parts]
+
+    @property
     def key(self) -> dict[str, Any]:
         """What parts in one folder have in common. The recipe of each setting is kept with its part."""
         shown = {"methods": self.methods, "seeds": len(self.seeds), "prices": self.prices, "fractions": self.fractions}
@@ -161,7 +166,7 @@ def settle(
     )  # fmt: skip
 
 
-def compute(plan: Plan, screen: "Screen") -> dict[str, Any]:
+def compute(plan: Plan, screen: Screen) -> dict[str, Any]:
     """All parts of a job, those done before from their files, as the content of its JSON file."""
     parts: dict[str, dict[str, Any]] = {}
     with Store(plan.parts, plan.key, restart=plan.restart) as store:
@@ -178,8 +183,9 @@ def compute(plan: Plan, screen: "Screen") -> dict[str, Any]:
             parts[setting.key] = part
     runs = {"correlations": "correlations", "posteriors": "posteriors"}.get(plan.job.kind, "runs")
     made = provenance(
-        seeds=len(plan.seeds), methods=plan.methods, device=plan.device, parts={k: p["made"] for k, p in parts.items()}
-    )
+        seeds=len(plan.seeds), methods=plan.methods, device=plan.device, parts={k: p["made"] for k, p in parts.items()},
+        reused=sorted({source for part in parts.values() for source in part.get("reused", ())}),
+    )  # fmt: skip
     return {
         "name": plan.job.name,
         "kind": plan.job.kind,
@@ -193,7 +199,7 @@ def compute(plan: Plan, screen: "Screen") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _work(plan: Plan, setting: Any, screen: "Screen") -> Callable[..., dict[str, Any]]:
+def _work(plan: Plan, setting: Any, screen: Screen) -> Callable[..., dict[str, Any]]:
     """The protocol of one setting, waiting for where to keep its state and what to go on from."""
     common: dict[str, Any] = {"device": plan.device, "data_dir": plan.data_dir, "progress": screen.progress}
 
@@ -205,12 +211,35 @@ def _work(plan: Plan, setting: Any, screen: "Screen") -> Callable[..., dict[str,
             protocol = _module("study.post_training").post_training
             found = protocol(setting, plan.methods, plan.seeds, fractions=plan.fractions, **states, **common)
         else:
-            protocol = _module("study.protocols").continuous
-            found = protocol(setting, plan.methods, plan.seeds, prices=plan.prices, **states, **common)
+            found = _continuous(plan, setting, states, common)
         made = provenance()
         return {**found, "made": {name: made[name] for name in ("date", "commit", "machine")}}
 
     return work
+
+
+def _continuous(
+    plan: Plan, setting: Any, states: Mapping[str, Any], common: Mapping[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """Train what no other command of this study has, on this machine and by this code, and put all together."""
+    train = _module("study.protocols").continuous
+    there = _module("study.reuse").shared(
+        plan.others, setting.key, dataclasses.asdict(setting), FORMAT, provenance(), plan.methods, plan.prices,
+        plan.seeds,
+    )  # fmt: skip
+    if not there.methods:
+        entry = {**there.setting, "seconds": 0.0, "networks": 0}
+        return {"setting": entry, "runs": list(there.runs), "reused": there.sources}
+    mark = finite({"methods": there.methods, "prices": there.prices})
+    resume = states["resume"] if states["resume"] and states["resume"].get("trained") == mark else None
+    found = train(
+        setting, there.methods, plan.seeds, prices=there.prices, resume=resume,
+        checkpoint=lambda state: states["checkpoint"]({**state, "trained": mark}), **common,
+    )  # fmt: skip
+    runs = [*found["runs"], *there.runs]
+    runs = [run for run in runs if run["method"] in plan.methods]
+    runs.sort(key=lambda run: (plan.methods.index(run["method"]), run["price"], run["strength"], run["seed"]))
+    return {**found, "runs": runs, "reused": there.sources}
 
 
 def write(plan: Plan, content: Mapping[str, Any]) -> list[Path]:
@@ -240,10 +269,8 @@ def headline(content: Mapping[str, Any]) -> list[dict[str, Any]]:
         return finite(round(100.0 * summary.spread(values).mean, 2))
 
     if kind == "timing":
-        names = ("setting", "method", "mode", "batch")
-        return [
-            {**{n: run[n] for n in names}, **{n: _short(run.get(n)) for n in ("ms", "memory_mib")}} for run in runs
-        ]  # fmt: skip
+        shown, short = ("setting", "method", "mode", "batch"), ("ms", "memory_mib")
+        return [{**{n: run[n] for n in shown}, **{n: _short(run.get(n)) for n in short}} for run in runs]
     groups: dict[tuple[str, ...], list[Any]] = {}
     for run in runs:
         price = (summary.price_name(run["price"], run["strength"]),) if kind == "continuous" else ()
@@ -267,64 +294,6 @@ def headline(content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.3g}")
-
-
-class Screen:
-    """One line per setting: live on a terminal, now and then elsewhere."""
-
-    def __init__(self, console: Console, keys: Sequence[str], steps: str = "epochs", every: float = 30.0) -> None:
-        self.console, self.steps, self.every = console, steps, every
-        self.ended: dict[str, str] = dict.fromkeys(keys, "")
-        self.current, self.networks, self.done, self.total, self.first = "", 0, 0, 0, -1
-        self.since = self.said = time.monotonic()
-        self.live = Live(get_renderable=self.render, console=console, refresh_per_second=4)
-
-    def __enter__(self) -> Self:
-        if self.console.is_terminal:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.live.stop()
-
-    def begin(self, key: str, networks: int) -> None:
-        self.current, self.networks, self.done, self.total, self.first = key, networks, 0, 0, -1
-        self.since = self.said = time.monotonic()
-        self._say(f"{key}: {networks} networks side by side")
-
-    def progress(self, done: int, total: int) -> None:
-        if self.first < 0:  # what an earlier attempt did says nothing about the speed of this one
-            self.first, self.since = done, time.monotonic()
-        self.done, self.total = done, total
-        if time.monotonic() - self.said >= self.every:
-            self.said = time.monotonic()
-            self._say(f"{self.current}: {done} of {total} {self.steps}, {self._left() or 'going on'}")
-
-    def end(self, key: str, seconds: float, note: str = "") -> None:
-        self.ended[key], self.current = f"{duration(seconds)}{note}", ""
-        self._say(f"{key}: {self.ended[key]}")
-
-    def _left(self) -> str:
-        if (steps := self.done - self.first) <= 0 or self.first < 0:
-            return ""
-        return f"{duration((time.monotonic() - self.since) / steps * (self.total - self.done))} left"
-
-    def _say(self, line: str) -> None:
-        if not self.console.is_terminal:
-            self.console.print(line, highlight=False, soft_wrap=True)
-
-    def render(self) -> Table:
-        rows = Table.grid(padding=(0, 2))
-        for key, ended in self.ended.items():
-            if ended:
-                rows.add_row(key, ProgressBar(total=1, completed=1, width=30), "", ended)
-            elif key == self.current:
-                bar = ProgressBar(total=max(self.total, 1), completed=self.done, width=30)
-                steps = f"{self.done}/{self.total} {self.steps}" if self.total else "preparing"
-                rows.add_row(f"[bold]{key}[/bold]", bar, steps, f"{self.networks} networks  {self._left()}")
-            else:
-                rows.add_row(Text(key, style="dim"))
-        return rows
 
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; what is missing is downloaded to it.")]

@@ -60,7 +60,9 @@ def _wall_time(content: Content) -> str:
     each = "; ".join(f"{s.name} {duration(entry['seconds'])}" for s, entry in known)
     networks = sum(entry.get("networks") or 0 for _, entry in known)
     trained = f" for {networks} networks" if networks else ""
-    return f"Wall time: {duration(sum(entry['seconds'] for _, entry in known))} in all{trained} ({each})."
+    reused = (content.get("provenance") or {}).get("reused")
+    others = f" Other networks were trained for {' and '.join(reused)}, with the same seeds." if reused else ""
+    return f"Wall time: {duration(sum(entry['seconds'] for _, entry in known))} in all{trained} ({each}).{others}"
 
 
 def _energy(energy: Mapping[str, Any] | None) -> str:

@@ -251,8 +251,8 @@ def _posteriors(stage: Stage, trained: Ensemble, seeds: Sequence[int]) -> list[d
 def spearman(scores: Tensor) -> Tensor:
     """Rank correlations between rows, [rows, rows]; equal scores share the mean of their ranks.
 
-    >>> spearman(torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 40.0, 30.0]]))[0, 1].item()
-    0.8
+    >>> spearman(torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 40.0, 30.0]]))[0, 1]
+    tensor(0.8000, dtype=torch.float64)
     """
     worth = torch.where(torch.isfinite(scores), scores, math.inf).double()  # what is not finite stays, as in a ranking
     below = (worth[:, :, None] > worth[:, None, :]).sum(2)

@@ -74,18 +74,7 @@ class Store:
 
     def done(self, part: str) -> dict[str, Any] | None:
         """What the part left when it was finished; None when it is still to do."""
-        path = self._path(part)
-        try:
-            stored = json.loads(path.read_bytes())
-            content = stored["content"]
-            if stored["sha256"] != _digest(content):
-                raise ValueError("its checksum is wrong")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as wrong:
-            _warn(f"{path} cannot be used ({_reason(wrong)}): '{part}' is done anew.")
-            return None
-        return dict(content)
+        return content_of(self.folder, part)
 
     def finish(self, part: str, content: Mapping[str, Any]) -> None:
         """Keep what the part found; its checkpoint goes."""
@@ -131,9 +120,7 @@ class Store:
         self.close()
 
     def _path(self, part: str, state: str = "done") -> Path:
-        if not re.fullmatch(r"\w[\w.-]*", part):
-            raise ValueError(f"part must be letters, digits, '.', '_' or '-', to name a file; got '{part}'.")
-        return self.folder / f"{part}{_SUFFIXES[state]}"
+        return _path(self.folder, part, state)
 
     def _check(self, key: dict[str, Any]) -> None:
         path = self.folder / _KEY
@@ -207,6 +194,22 @@ def attempt(
     return dict(content)
 
 
+def content_of(folder: str | os.PathLike[str], part: str) -> dict[str, Any] | None:
+    """What a finished part left, whoever works in the folder; None when it is still to do."""
+    path = _path(Path(folder), part, "done")
+    try:
+        stored = json.loads(path.read_bytes())
+        content = stored["content"]
+        if stored["sha256"] != _digest(content):
+            raise ValueError("its checksum is wrong")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as wrong:
+        _warn(f"{path} cannot be used ({_reason(wrong)}): '{part}' is done anew.")
+        return None
+    return dict(content)
+
+
 def state(folder: str | os.PathLike[str], part: str) -> str:
     """How far a part seems to be, without opening the store: "done", "begun" or "to do"."""
     there = {name: (Path(folder) / f"{part}{suffix}").exists() for name, suffix in _SUFFIXES.items()}
@@ -253,6 +256,12 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _path(folder: Path, part: str, state: str) -> Path:
+    if not re.fullmatch(r"\w[\w.-]*", part):
+        raise ValueError(f"part must be letters, digits, '.', '_' or '-', to name a file; got '{part}'.")
+    return folder / f"{part}{_SUFFIXES[state]}"
 
 
 def _text(value: Any) -> str:
