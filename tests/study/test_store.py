@@ -161,7 +161,7 @@ class TestAttempt:
     def test_goes_on_and_adds_up(self, store, monkeypatch):
         used = {"kwh": 0.25, "co2_g": 100.0, "how": "measured", "note": "Counter."}
         meter = types.SimpleNamespace(result=lambda: used)
-        monkeypatch.setattr("bmrs.study.store.measured", lambda device: contextlib.nullcontext(meter))
+        monkeypatch.setattr(sys.modules[Store.__module__], "measured", lambda device: contextlib.nullcontext(meter))
 
         def broken(keep, resume):
             assert resume is None
@@ -188,7 +188,7 @@ class TestAttempt:
     def test_slow_checkpoints_are_written_less_often(self, store, monkeypatch):
         clock = iter(range(10_000))
         written = []
-        monkeypatch.setattr("bmrs.study.store.time.perf_counter", lambda: float(next(clock)))
+        monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
         monkeypatch.setattr(store, "save_checkpoint", lambda part, state: written.append(state["state"]["n"]))
         attempt(store, "a", {}, "cpu", lambda keep, resume: [keep({"n": n}) for n in range(100)] and {})
         assert written[0] == 0  # the first at once
