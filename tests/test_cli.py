@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import bmrs
 from bmrs.cli import app
 from bmrs.study import networks
+from bmrs.study.provenance import provenance
 
 SHORT = ["demo", "--network", "mlp", "--epochs", "12", "--fine-tune", "2", "--phi-rate", "30"]
 
@@ -118,6 +119,17 @@ def test_help_explains_itself():
 
 def test_version():
     assert run("--version").output == f"bmrs {bmrs.__version__}\n"
+    module = subprocess.run([sys.executable, "-m", "bmrs", "--version"], capture_output=True, text=True, check=True)
+    assert module.stdout == f"bmrs {bmrs.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("called", "command"),
+    [("/usr/bin/bmrs", "bmrs demo --seed 3"), ("/lib/bmrs/__main__.py", "python -m bmrs demo --seed 3")],
+)
+def test_provenance_says_how_it_was_called(called, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [called, "demo", "--seed", "3"])
+    assert provenance()["command"] == command
 
 
 @pytest.mark.parametrize("name", ["matplotlib", "sklearn"])

@@ -18,13 +18,19 @@ import bmrs
 def provenance(**settings: Any) -> dict[str, Any]:
     """Command, date, machine, versions and commit, with the settings the caller adds (seeds, device, ...)."""
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([*_program(), *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
         "versions": {"bmrs": bmrs.__version__, "python": platform.python_version(), **_versions()},
         "commit": _commit(),
         **settings,
     }
+
+
+def _program() -> list[str]:
+    """What was called, as one would type it."""
+    path = Path(sys.argv[0])
+    return ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
 
 
 def _versions() -> dict[str, str]:
