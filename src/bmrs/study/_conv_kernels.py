@@ -1,8 +1,10 @@
 """Triton kernels of stacked convolutions: products of patches that are never laid out, only read where they lie.
 
 Images and slopes have channels last, [members · examples, H, W, C]; filters are square, the stride is 1, nothing is
-padded. A patch is a row of K = size · size · C numbers, in the order filter row, filter column, channel. Products are
-in TF32, which is what the library's own do on these networks.
+padded. One filter of few channels leaves most of a GPU's matrix unit idle, so a patch here is what several output
+pixels side by side look at, K = size · (pixels + size - 1) · C numbers in the order row, column, channel, and the
+filters are spread: each pixel has them at its own place, zero elsewhere, [members, K, pixels · O]. Products are in
+TF32, which is what the library's own do on these networks.
 """
 
 import torch
@@ -10,136 +12,178 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _INNER = 64, 32  # pixels, and numbers of a patch, at a time
+_ROWS, _INNER = 128, 32  # patches, and numbers of a patch, at a time; of the gradients of filters, both:
+_ROWS_SUMMED, _TALL = 32, 64
+_WIDE = 64  # outputs at a time
 _SHARES = 1024  # programs that keep a GPU busy
+_HOW = {"num_warps": 4, "num_stages": 1}
 
 
-def forward(x: Tensor, filters: Tensor, bias: Tensor, size: int) -> Tensor:
-    """[images, out_h, out_w, O]. ``filters``: [members, K, O]; ``bias``: [members, O]."""
+def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """[images, out_h, out_w, O]. ``weight``: [members, size, size, C, O]; ``bias``: [members, O]."""
     images, height, width, channels = x.shape
-    members, inner, outputs = filters.shape
+    members, size, _, _, outputs = weight.shape
     out_h, out_w = height - size + 1, width - size + 1
+    pixels = _side_by_side(out_w, outputs)
+    filters = _spread(weight, pixels)
+    inner, wide = filters.shape[1:]
     out = torch.empty(images, out_h, out_w, outputs, device=x.device, dtype=x.dtype)
-    rows = images // members * out_h * out_w
-    block_o = _block(outputs)
-    _forward[(triton.cdiv(rows, _ROWS), triton.cdiv(outputs, block_o), members)](
-        x, filters, bias, out, rows, inner, outputs, size * channels, height, width, channels,
-        AREA=out_h * out_w, OUT_W=out_w, ROWS=_ROWS, INNER=_INNER, OUTPUTS=block_o, num_warps=4,
+    rows = images // members * out_h * (out_w // pixels)
+    block = _block(wide)
+    _forward[(triton.cdiv(rows, _ROWS), triton.cdiv(wide, block), members)](
+        x, filters, bias, out, rows, inner, wide, outputs, (pixels + size - 1) * channels, height, width, channels,
+        AREA=out_h * (out_w // pixels), ACROSS=out_w // pixels, PIXELS=pixels, ROWS=_ROWS, INNER=_INNER, WIDE=block,
+        **_HOW,
     )  # fmt: skip
     return out
 
 
 def by_filters(x: Tensor, slope: Tensor, members: int, size: int) -> tuple[Tensor, Tensor]:
-    """The gradients of filters, [members, K, O], and bias, [members, O], from the slope at the output."""
+    """The gradients of filters, [members, size, size, C, O], and bias, [members, O], from the slope at the output."""
     images, height, width, channels = x.shape
     _, out_h, out_w, outputs = slope.shape
-    inner, rows = size * size * channels, images // members * out_h * out_w
-    block_k, block_o = min(64, _block(inner)), _block(outputs)
-    tiles = triton.cdiv(inner, block_k)
-    shares = max(1, min(triton.cdiv(rows, 4 * _ROWS), _SHARES // (members * tiles)))
-    each = triton.cdiv(triton.cdiv(rows, shares), _ROWS) * _ROWS
-    parts = torch.empty(members, shares, inner, outputs, device=x.device, dtype=x.dtype)
-    biases = torch.empty(members, shares, outputs, device=x.device, dtype=x.dtype)
-    _by_filters[(tiles * triton.cdiv(outputs, block_o), shares, members)](
-        x, slope, parts, biases, rows, each, inner, outputs, size * channels, height, width, channels, shares, tiles,
-        AREA=out_h * out_w, OUT_W=out_w, ROWS=_ROWS, INNER=block_k, OUTPUTS=block_o, num_warps=4,
+    pixels = _side_by_side(out_w, outputs)
+    line, wide = (pixels + size - 1) * channels, pixels * outputs
+    inner, rows = size * line, images // members * out_h * (out_w // pixels)
+    block_k, block = min(_TALL, _block(inner)), _block(wide)
+    tiles, tiles_wide = triton.cdiv(inner, block_k), triton.cdiv(wide, block)
+    shares = max(1, min(triton.cdiv(rows, 8 * _ROWS_SUMMED), _SHARES // (members * tiles * tiles_wide)))
+    each = triton.cdiv(triton.cdiv(rows, shares), _ROWS_SUMMED) * _ROWS_SUMMED
+    parts = torch.empty(members, shares, inner, wide, device=x.device, dtype=x.dtype)
+    biases = torch.empty(members, shares, wide, device=x.device, dtype=x.dtype)
+    _by_filters[(tiles * tiles_wide, shares, members)](
+        x, slope, parts, biases, rows, each, inner, wide, line, height, width, channels, shares, tiles,
+        AREA=out_h * (out_w // pixels), ACROSS=out_w // pixels, PIXELS=pixels, ROWS=_ROWS_SUMMED, INNER=block_k,
+        WIDE=block, **_HOW,
     )  # fmt: skip
-    return parts.sum(1), biases.sum(1)
+    whole = _places(parts, size, pixels, channels, outputs).sum((1, 5))
+    return whole, biases.view(members, shares * pixels, outputs).sum(1)
 
 
-def by_input(slope: Tensor, filters: Tensor, height: int, width: int, size: int) -> Tensor:
-    """The gradient of the images. ``filters``: [members, size · size · O, C], in the order row, column, output."""
+def by_input(slope: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+    """The gradient of the images. ``weight``: [members, size, size, O, C]."""
     images, out_h, out_w, outputs = slope.shape
-    members, inner, channels = filters.shape
+    members, size, _, _, channels = weight.shape
+    pixels = _side_by_side(width, channels)
+    filters = _spread(weight.flip(1, 2), pixels)
+    inner, wide = filters.shape[1:]
     out = torch.empty(images, height, width, channels, device=slope.device, dtype=slope.dtype)
-    rows = images // members * height * width
-    block_c = _block(channels)
-    _by_input[(triton.cdiv(rows, _ROWS), triton.cdiv(channels, block_c), members)](
-        slope, filters, out, rows, inner, channels, outputs, out_h, out_w,
-        SIZE=size, AREA=height * width, WIDTH=width, ROWS=_ROWS, INNER=_INNER, CHANNELS=block_c, num_warps=4,
+    rows = images // members * height * (width // pixels)
+    block = _block(wide)
+    _by_input[(triton.cdiv(rows, _ROWS), triton.cdiv(wide, block), members)](
+        slope, filters, out, rows, inner, wide, outputs, (pixels + size - 1) * outputs, out_h, out_w,
+        SIZE=size, AREA=height * (width // pixels), ACROSS=width // pixels, PIXELS=pixels, ROWS=_ROWS, INNER=_INNER,
+        WIDE=block, **_HOW,
     )  # fmt: skip
     return out
 
 
 def _block(number: int) -> int:
-    return max(16, min(64, triton.next_power_of_2(number)))
+    return max(16, min(_WIDE, triton.next_power_of_2(number)))
+
+
+def _side_by_side(width: int, outputs: int) -> int:
+    """How many pixels of a row a product takes at once."""
+    fit = [pixels for pixels in range(1, width + 1) if width % pixels == 0 and pixels * outputs <= _WIDE]
+    return max(fit, default=1)
+
+
+def _spread(weight: Tensor, pixels: int) -> Tensor:
+    """[members, size · (pixels + size - 1) · C, pixels · O]."""
+    members, size, _, channels, outputs = weight.shape
+    filters = weight.new_zeros(members, 1, size * (pixels + size - 1) * channels, pixels * outputs)
+    _places(filters, size, pixels, channels, outputs).copy_(weight[:, None, :, :, :, None])
+    return filters[:, 0]
+
+
+def _places(filters: Tensor, size: int, pixels: int, channels: int, outputs: int) -> Tensor:
+    """Where the filters of each pixel lie in spread ones: [members, shares, row, column, C, pixel, O], a view."""
+    members, shares, inner, wide = filters.shape
+    by_column = channels * wide
+    return filters.as_strided(
+        (members, shares, size, size, channels, pixels, outputs),
+        (shares * inner * wide, inner * wide, (pixels + size - 1) * by_column, by_column, wide, by_column + outputs, 1),
+    )
 
 
 @triton.jit
-def _starts(r, examples_before, height, width, channels, AREA: tl.constexpr, OUT_W: tl.constexpr):
-    """Where the patches of output pixels begin."""
+def _starts(r, examples_before, height, width, channels, AREA: tl.constexpr, ACROSS: tl.constexpr,
+            PIXELS: tl.constexpr):  # fmt: skip
+    """Where patches begin."""
     image, place = examples_before + r // AREA, r % AREA
-    return ((image * height + place // OUT_W) * width + place % OUT_W) * channels
+    return ((image * height + place // ACROSS) * width + place % ACROSS * PIXELS) * channels
 
 
 @triton.jit
 def _forward(
-    x, filters, bias, out, rows, inner, outputs, line, height, width, channels,
-    AREA: tl.constexpr, OUT_W: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, OUTPUTS: tl.constexpr,
+    x, filters, bias, out, rows, inner, wide, outputs, line, height, width, channels,
+    AREA: tl.constexpr, ACROSS: tl.constexpr, PIXELS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     member = tl.program_id(2).to(tl.int64)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    start = _starts(r, member * (rows // AREA), height, width, channels, AREA, OUT_W)
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    o = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    start = _starts(r, member * (rows // AREA), height, width, channels, AREA, ACROSS, PIXELS)
+    total = tl.zeros((ROWS, WIDE), tl.float32)
     for first in range(0, inner, INNER):
         k = first + tl.arange(0, INNER)
         shift = k // line * (width * channels) + k % line
         patch = tl.load(x + start[:, None] + shift[None, :], (r < rows)[:, None] & (k < inner)[None, :], 0.0)
-        here = (k < inner)[:, None] & (o < outputs)[None, :]
-        weight = tl.load(filters + (member * inner + k[:, None]) * outputs + o[None, :], here, 0.0)
+        here = (k < inner)[:, None] & (o < wide)[None, :]
+        weight = tl.load(filters + (member * inner + k[:, None]) * wide + o[None, :], here, 0.0)
         total = tl.dot(patch, weight, total, input_precision="tf32")
-    total += tl.load(bias + member * outputs + o, o < outputs, 0.0)[None, :]
-    to = (member * rows + r[:, None]) * outputs + o[None, :]
-    tl.store(out + to, total, (r < rows)[:, None] & (o < outputs)[None, :])
+    total += tl.load(bias + member * outputs + o % outputs, o < wide, 0.0)[None, :]
+    to = (member * rows + r[:, None]) * wide + o[None, :]
+    tl.store(out + to, total, (r < rows)[:, None] & (o < wide)[None, :])
 
 
 @triton.jit
 def _by_filters(
-    x, slope, parts, biases, rows, each, inner, outputs, line, height, width, channels, shares, tiles,
-    AREA: tl.constexpr, OUT_W: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, OUTPUTS: tl.constexpr,
+    x, slope, parts, biases, rows, each, inner, wide, line, height, width, channels, shares, tiles,
+    AREA: tl.constexpr, ACROSS: tl.constexpr, PIXELS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     member, share = tl.program_id(2).to(tl.int64), tl.program_id(1)
     tile = tl.program_id(0) % tiles
     k = tile * INNER + tl.arange(0, INNER)
-    o = tl.program_id(0) // tiles * OUTPUTS + tl.arange(0, OUTPUTS)
+    o = tl.program_id(0) // tiles * WIDE + tl.arange(0, WIDE)
     shift = k // line * (width * channels) + k % line
-    total = tl.zeros((INNER, OUTPUTS), tl.float32)
-    bias = tl.zeros((OUTPUTS,), tl.float32)
+    total = tl.zeros((INNER, WIDE), tl.float32)
+    bias = tl.zeros((WIDE,), tl.float32)
     for first in range(share * each, tl.minimum(share * each + each, rows), ROWS):
         r = first + tl.arange(0, ROWS)
-        start = _starts(r, member * (rows // AREA), height, width, channels, AREA, OUT_W)
+        start = _starts(r, member * (rows // AREA), height, width, channels, AREA, ACROSS, PIXELS)
         patch = tl.load(x + start[None, :] + shift[:, None], (r < rows)[None, :] & (k < inner)[:, None], 0.0)
-        here = (r < rows)[:, None] & (o < outputs)[None, :]
-        grad = tl.load(slope + (member * rows + r[:, None]) * outputs + o[None, :], here, 0.0)
+        here = (r < rows)[:, None] & (o < wide)[None, :]
+        grad = tl.load(slope + (member * rows + r[:, None]) * wide + o[None, :], here, 0.0)
         total = tl.dot(patch, grad, total, input_precision="tf32")
         bias += tl.sum(grad, 0)
-    to = ((member * shares + share) * inner + k[:, None]) * outputs + o[None, :]
-    tl.store(parts + to, total, (k < inner)[:, None] & (o < outputs)[None, :])
-    tl.store(biases + (member * shares + share) * outputs + o, bias, (o < outputs) & (tile == 0))
+    to = ((member * shares + share) * inner + k[:, None]) * wide + o[None, :]
+    tl.store(parts + to, total, (k < inner)[:, None] & (o < wide)[None, :])
+    tl.store(biases + (member * shares + share) * wide + o, bias, (o < wide) & (tile == 0))
 
 
 @triton.jit
 def _by_input(
-    slope, filters, out, rows, inner, channels, outputs, out_h, out_w,
-    SIZE: tl.constexpr, AREA: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    slope, filters, out, rows, inner, wide, outputs, line, out_h, out_w,
+    SIZE: tl.constexpr, AREA: tl.constexpr, ACROSS: tl.constexpr, PIXELS: tl.constexpr, ROWS: tl.constexpr,
+    INNER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     member = tl.program_id(2).to(tl.int64)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    image, i, j = member * (rows // AREA) + r // AREA, r % AREA // WIDTH, r % AREA % WIDTH
-    total = tl.zeros((ROWS, CHANNELS), tl.float32)
+    o = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    image, place = member * (rows // AREA) + r // AREA, r % AREA
+    # The output pixels whose patches hold these: a window that begins above and to the left, maybe outside.
+    above, left = place // ACROSS - (SIZE - 1), (place % ACROSS * PIXELS - (SIZE - 1)) * outputs
+    total = tl.zeros((ROWS, WIDE), tl.float32)
     for first in range(0, inner, INNER):
         k = first + tl.arange(0, INNER)
-        tap, o = k // outputs, k % outputs
-        # The output pixels whose patches have this pixel at this tap.
-        above, left = i[:, None] - (tap // SIZE)[None, :], j[:, None] - (tap % SIZE)[None, :]
-        inside = (above >= 0) & (above < out_h) & (left >= 0) & (left < out_w)
-        source = ((image[:, None] * out_h + above) * out_w + left) * outputs + o[None, :]
+        row, along = above[:, None] + (k // line)[None, :], left[:, None] + (k % line)[None, :]
+        inside = (row >= 0) & (row < out_h) & (along >= 0) & (along < out_w * outputs)
+        source = (image[:, None] * out_h + row) * (out_w * outputs) + along
         grad = tl.load(slope + source, inside & (r < rows)[:, None] & (k < inner)[None, :], 0.0)
-        here = (k < inner)[:, None] & (c < channels)[None, :]
-        weight = tl.load(filters + (member * inner + k[:, None]) * channels + c[None, :], here, 0.0)
+        here = (k < inner)[:, None] & (o < wide)[None, :]
+        weight = tl.load(filters + (member * inner + k[:, None]) * wide + o[None, :], here, 0.0)
         total = tl.dot(grad, weight, total, input_precision="tf32")
-    to = (member * rows + r[:, None]) * channels + c[None, :]
-    tl.store(out + to, total, (r < rows)[:, None] & (c < channels)[None, :])
+    to = (member * rows + r[:, None]) * wide + o[None, :]
+    tl.store(out + to, total, (r < rows)[:, None] & (o < wide)[None, :])

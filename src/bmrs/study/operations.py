@@ -90,8 +90,7 @@ class _Conv2d(Function):
         assert kernels is not None
         x = x.permute(0, 2, 3, 1).contiguous()
         ctx.save_for_backward(x, weight)
-        filters = weight.permute(0, 3, 4, 2, 1).flatten(1, 3).contiguous()
-        out: Tensor = kernels[0].forward(x, filters, bias, weight.shape[3])
+        out: Tensor = kernels[0].forward(x, weight.permute(0, 3, 4, 2, 1), bias)
         return out.permute(0, 3, 1, 2)
 
     @staticmethod
@@ -100,15 +99,12 @@ class _Conv2d(Function):
         kernels = _kernels()
         assert kernels is not None
         x, weight = ctx.saved_tensors
-        members, outputs, inputs, size, _ = weight.shape
         slope = grad.permute(0, 2, 3, 1).contiguous()
         by_x = None
         if ctx.needs_input_grad[0]:
-            filters = weight.permute(0, 3, 4, 1, 2).flatten(1, 3).contiguous()
-            by_x = kernels[0].by_input(slope, filters, x.shape[1], x.shape[2], size).permute(0, 3, 1, 2)
-        by_filters, by_bias = kernels[0].by_filters(x, slope, members, size)
-        by_weight = by_filters.view(members, size, size, inputs, outputs).permute(0, 4, 3, 1, 2)
-        return by_x, by_weight.contiguous(), by_bias
+            by_x = kernels[0].by_input(slope, weight.permute(0, 3, 4, 1, 2), *x.shape[1:3]).permute(0, 3, 1, 2)
+        by_filters, by_bias = kernels[0].by_filters(x, slope, len(weight), weight.shape[3])
+        return by_x, by_filters.permute(0, 4, 3, 1, 2).contiguous(), by_bias
 
 
 class _MaxPool(Function):

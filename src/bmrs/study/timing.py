@@ -178,11 +178,11 @@ class Turn:
             return None
         self.prepare()
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # without what is left of cached blocks
         torch.cuda.reset_peak_memory_stats()
         self.run()
         torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / _MIB
+        return float(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before) / _MIB
 
 
 def race(
