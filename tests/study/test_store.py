@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bmrs.study.store import FolderError, Store, StoreWarning, attempt, finite, state, write_json
+from bmrs.study.store import SAVING, FolderError, Store, StoreWarning, attempt, finite, state, write_json
 
 KEY = {"epochs": 50, "methods": ("none", "snr")}
 
@@ -190,9 +190,9 @@ class TestAttempt:
         written = []
         monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
         monkeypatch.setattr(store, "save_checkpoint", lambda part, state: written.append(state["state"]["n"]))
-        attempt(store, "a", {}, "cpu", lambda keep, resume: [keep({"n": n}) for n in range(100)] and {})
+        attempt(store, "a", {}, "cpu", lambda keep, resume: [keep({"n": n}) for n in range(400)] and {})
         assert written[0] == 0  # the first at once
-        assert 3 <= len(written) <= 6  # each costs two ticks, each look one: about every twentieth
+        assert 0.7 < len(written) * 2 / (SAVING * 400) < 1.5  # each costs two ticks, each look one
 
 
 def test_what_is_not_finite_is_null(tmp_path):

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _INNER = 128, 32  # patches, and numbers of a patch, at a time; of the gradients of filters, both:
-_ROWS_SUMMED, _TALL = 32, 64
-_WIDE = 64  # outputs at a time
+_ROWS, _INNER, _WIDE = 128, 32, 64  # patches, numbers of a patch, and outputs at a time
+# Of the gradient of filters: numbers of a patch, and patches and outputs for few filters and for many.
+_TALL, _FEW, _MANY = 64, (32, 64), (64, 128)
 _SHARES = 1024  # programs that keep a GPU busy
 _HOW = {"num_warps": 4, "num_stages": 1}
 
@@ -42,18 +42,19 @@ def by_filters(x: Tensor, slope: Tensor, members: int, size: int) -> tuple[Tenso
     """The gradients of filters, [members, size, size, C, O], and bias, [members, O], from the slope at the output."""
     images, height, width, channels = x.shape
     _, out_h, out_w, outputs = slope.shape
-    pixels = _side_by_side(out_w, outputs)
+    rows_each, most = _FEW if outputs <= 16 else _MANY
+    pixels = _side_by_side(out_w, outputs, most)
     line, wide = (pixels + size - 1) * channels, pixels * outputs
     inner, rows = size * line, images // members * out_h * (out_w // pixels)
-    block_k, block = min(_TALL, _block(inner)), _block(wide)
+    block_k, block = min(_TALL, _block(inner)), _block(wide, most)
     tiles, tiles_wide = triton.cdiv(inner, block_k), triton.cdiv(wide, block)
-    shares = max(1, min(triton.cdiv(rows, 8 * _ROWS_SUMMED), _SHARES // (members * tiles * tiles_wide)))
-    each = triton.cdiv(triton.cdiv(rows, shares), _ROWS_SUMMED) * _ROWS_SUMMED
+    shares = max(1, min(triton.cdiv(rows, 8 * rows_each), _SHARES // (members * tiles * tiles_wide)))
+    each = triton.cdiv(triton.cdiv(rows, shares), rows_each) * rows_each
     parts = torch.empty(members, shares, inner, wide, device=x.device, dtype=x.dtype)
     biases = torch.empty(members, shares, wide, device=x.device, dtype=x.dtype)
     _by_filters[(tiles * tiles_wide, shares, members)](
         x, slope, parts, biases, rows, each, inner, wide, line, height, width, channels, shares, tiles,
-        AREA=out_h * (out_w // pixels), ACROSS=out_w // pixels, PIXELS=pixels, ROWS=_ROWS_SUMMED, INNER=block_k,
+        AREA=out_h * (out_w // pixels), ACROSS=out_w // pixels, PIXELS=pixels, ROWS=rows_each, INNER=block_k,
         WIDE=block, **_HOW,
     )  # fmt: skip
     whole = _places(parts, size, pixels, channels, outputs).sum((1, 5))
@@ -78,13 +79,13 @@ def by_input(slope: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     return out
 
 
-def _block(number: int) -> int:
-    return max(16, min(_WIDE, triton.next_power_of_2(number)))
+def _block(number: int, most: int = _WIDE) -> int:
+    return max(16, min(most, triton.next_power_of_2(number)))
 
 
-def _side_by_side(width: int, outputs: int) -> int:
+def _side_by_side(width: int, outputs: int, most: int = _WIDE) -> int:
     """How many pixels of a row a product takes at once."""
-    fit = [pixels for pixels in range(1, width + 1) if width % pixels == 0 and pixels * outputs <= _WIDE]
+    fit = [pixels for pixels in range(1, width + 1) if width % pixels == 0 and pixels * outputs <= most]
     return max(fit, default=1)
 
 

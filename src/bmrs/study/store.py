@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 
 from bmrs.study.energy import measured, total
 
-SAVING = 0.1  # at most this share of the time goes into checkpoints: those of large ensembles take seconds
+SAVING = 0.03  # at most this share of the time goes into checkpoints: those of large ensembles take seconds
 _KEY, _LOCK, _WORKER = "key.json", "lock", "worker.json"
 _SUFFIXES = {"done": ".part.json", "begun": ".checkpoint.pt"}
 
