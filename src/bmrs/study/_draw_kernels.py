@@ -1,7 +1,8 @@
-"""Triton kernels of stacked draws, in float32: finite everywhere, and as accurate as training needs.
+"""Triton kernels of stacked gates: draws in float32, finite everywhere and as accurate as training needs, and the KL's
+gradient in float64.
 
-The forms are those of :mod:`bmrs._truncated`, with what float32 cannot hold cut off: exponents end at ±80, and depths
-behind a bound come from two Newton steps.
+The forms are those of :mod:`bmrs._truncated`. Of the draws, what float32 cannot hold is cut off: exponents end at ±80,
+and depths behind a bound come from two Newton steps.
 """
 
 import torch
@@ -38,6 +39,16 @@ def sums(grad: Tensor, by_mu: Tensor, by_log_sigma: Tensor) -> tuple[Tensor, Ten
     return to_mu, to_log_sigma
 
 
+def kl_gradient(mu: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """∂KL/∂μ and ∂KL/∂log σ of every gate."""
+    mu, log_sigma = mu.contiguous(), log_sigma.contiguous()
+    by_mu, by_log_sigma = torch.empty_like(mu), torch.empty_like(mu)
+    _kl_gradient[(triton.cdiv(mu.numel(), 128),)](
+        mu, log_sigma, by_mu, by_log_sigma, mu.numel(), LOG_A, LOG_B, *LOG_SIGMA_RANGE, BLOCK=128, num_warps=4
+    )
+    return by_mu, by_log_sigma
+
+
 @triton.jit
 def _mixed(number):
     number = (number ^ (number >> 16)) * 0x7FEB352D
@@ -60,7 +71,7 @@ def _excess(t):
     return tl.where(t > 15.0, series, direct)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _draw(
     mu, log_sigma, alive, seeds, step, units, theta, by_mu, by_log_sigma, examples, number,
     low, high, least, most, EXAMPLES: tl.constexpr, UNITS: tl.constexpr,
@@ -137,7 +148,7 @@ def _draw(
     tl.store(by_log_sigma + to, value * width, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _sums(
     grad, by_mu, by_log_sigma, to_mu, to_log_sigma, examples, number, EXAMPLES: tl.constexpr, UNITS: tl.constexpr
 ):
@@ -154,3 +165,67 @@ def _sums(
         second += tl.sum(slope * tl.load(by_log_sigma + at, mask, 0.0), 0)
     tl.store(to_mu + member * number + column, first, some)
     tl.store(to_log_sigma + member * number + column, second, some)
+
+
+@triton.jit
+def _vanishing_exp(x):
+    return tl.exp(tl.maximum(x, -200.0))
+
+
+@triton.jit
+def _hazard(t):
+    """λ(t), its excess δ = λ - t, and 1 - λδ."""
+    rate = 0.7978845608028654 / libdevice.erfcx(t * 0.7071067811865476)
+    inverse = 1.0 / tl.maximum(t, 25.0)
+    y = inverse * inverse
+    excess = inverse * (1.0 + y * (-2.0 + y * (10.0 + y * (-74.0 + y * (706.0 + y * (-8162.0 + y * 110410.0))))))
+    variance = y * (1.0 + y * (-6.0 + y * (50.0 + y * (-518.0 + y * (6354.0 + y * -89782.0)))))
+    excess = tl.where(t > 25.0, excess, rate - t)
+    return rate, excess, tl.where(t > 25.0, variance, 1.0 - rate * excess)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _kl_gradient(mu, log_sigma, by_mu, by_log_sigma, number, low, high, least, most, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.load(mu + at, at < number, 0.0).to(tl.float64)
+    raw = tl.load(log_sigma + at, at < number, 0.0)
+    s = tl.exp(tl.minimum(tl.maximum(raw, least), most).to(tl.float64))
+    alpha, beta, length = (low - m) / s, (high - m) / s, (high - low) / s
+    t = tl.maximum(alpha, -beta)
+
+    # μ inside the bounds.
+    under = 0.5 * libdevice.erfc(tl.maximum(alpha, -37.0) * -0.7071067811865476)
+    over = 0.5 * libdevice.erfc(tl.maximum(-beta, -37.0) * -0.7071067811865476)
+    narrow = 0.5 * (libdevice.erf(beta * 0.7071067811865476) - libdevice.erf(alpha * 0.7071067811865476))
+    mass = tl.where(length > 4.0, 1.0 - under - over, narrow)
+    at_a = 0.3989422804014327 * _vanishing_exp(-0.5 * alpha * alpha) / mass
+    at_b = 0.3989422804014327 * _vanishing_exp(-0.5 * beta * beta) / mass
+    first = at_a - at_b
+    second = 1.0 + alpha * at_a - beta * at_b
+    third = 2.0 * first + alpha * alpha * at_a - beta * beta * at_b
+    fourth = 3.0 * second + alpha * alpha * alpha * at_a - beta * beta * beta * at_b
+    mu_in = -0.5 * (third - first * second)
+    sigma_in = -0.5 * (fourth - second * second)
+
+    # μ at or beyond a bound.
+    d = tl.maximum(t, 0.0)
+    rate, excess, variance = _hazard(d)
+    far_rate, far_excess, _ = _hazard(d + length)
+    decay = _vanishing_exp(-length * (d + 0.5 * length))
+    share = decay * rate / far_rate
+    rest = 1.0 - share
+    odds, density, ratio = rate * share / rest, rate * decay / rest, share / rest
+    gain = length + far_excess - excess
+    odds_t, odds_l = odds * (excess - gain / rest), -odds * far_rate / rest
+    end = d + length
+    density_t = density * (excess - length - gain * ratio)
+    density_l = -density * (end + far_rate * ratio)
+    near_t = excess + d * variance
+    by_t = 0.5 * (near_t - odds - d * odds_t + density + end * density_t) - gain * ratio
+    by_l = 0.5 * (density + end * density_l - d * odds_l) - far_rate * ratio
+    mu_out = tl.where(-beta >= alpha, by_t, -by_t)
+    sigma_out = -1.0 - d * by_t - length * by_l
+
+    free = (raw >= least) & (raw <= most)
+    tl.store(by_mu + at, (tl.where(t < 0.0, mu_in, mu_out) / s).to(tl.float32), at < number)
+    tl.store(by_log_sigma + at, tl.where(free, tl.where(t < 0.0, sigma_in, sigma_out), 0.0).to(tl.float32), at < number)

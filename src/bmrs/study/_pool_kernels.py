@@ -5,17 +5,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Numbers that change as networks shrink: the compiler must not make kernels of its own for some of them.
+_SIZES = ["number", "channels", "by_image", "by_channel", "by_row", "by_column"]
 
-def forward(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The maxima, and which number of its window each is."""
+
+def forward(x: Tensor, size: int, rectified: bool) -> tuple[Tensor, Tensor]:
+    """The maxima, and which number of its window each is; ``rectified``: 0 and -1 where none is positive."""
     images, channels, height, width = x.shape
     shape = (images, channels, height // size, width // size)
     how = torch.channels_last if _last(x) else torch.contiguous_format
     out = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=how)
     which = torch.empty(shape, device=x.device, dtype=torch.int8, memory_format=how)
     _forward[(triton.cdiv(out.numel(), 1024),)](
-        x, out, which, out.numel(), channels, shape[2], shape[3], *x.stride(), SIZE=size, LAST=_last(x), BLOCK=1024
-    )
+        x, out, which, out.numel(), channels, shape[2], shape[3], *x.stride(),
+        SIZE=size, LAST=_last(x), RECTIFIED=rectified, BLOCK=1024,
+    )  # fmt: skip
     return out, which
 
 
@@ -47,10 +51,10 @@ def _places(n, channels, out_h, out_w, LAST: tl.constexpr):
         return rest // channels, rest % channels, i, j
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _forward(
     x, out, which, number, channels, out_h, out_w, by_image, by_channel, by_row, by_column,
-    SIZE: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, LAST: tl.constexpr, RECTIFIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = n < number
@@ -62,11 +66,14 @@ def _forward(
         value = tl.load(x + start + tap // SIZE * by_row + tap % SIZE * by_column, here, 0.0)
         more = (value > best) | (value != value)
         best, at = tl.where(more, value, best), tl.where(more, tap, at)
+    if RECTIFIED:
+        flat = best <= 0.0
+        best, at = tl.where(flat, 0.0, best), tl.where(flat, -1, at)
     tl.store(out + n, best, here)
     tl.store(which + n, at.to(tl.int8), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _backward(
     grad, which, out, number, channels, out_h, out_w, by_image, by_channel, by_row, by_column,
     SIZE: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,

@@ -44,23 +44,14 @@ def uniforms(seeds: Tensor, step: Tensor, units: Tensor, examples: int) -> Tenso
 
 def kl_gradient(mu: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
     """∂KL/∂μ and ∂KL/∂log σ of every gate, in the precision of ``mu``."""
-    # Detached and flat: the compiler makes one kernel for every size of such a vector.
-    compute = _compiled_gradient() if mu.is_cuda else _gradient
-    by_mu, by_log_sigma = compute(mu.detach().flatten(), log_sigma.detach().flatten())
-    return by_mu.view_as(mu), by_log_sigma.view_as(mu)
-
-
-def _gradient(mu: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+    mu, log_sigma = mu.detach(), log_sigma.detach()
+    if mu.is_cuda and mu.dtype == torch.float32 and _kernels() is not None:
+        by_mu, by_log_sigma = _kernels().kl_gradient(mu, log_sigma)
+        return by_mu, by_log_sigma
     low, high = LOG_SIGMA_RANGE
     inside = (log_sigma >= low) & (log_sigma <= high)
     by_mu, by_log_sigma = _truncated.kl_gradient(Frame(mu, log_sigma.clamp(low, high), LOG_A, LOG_B))
     return by_mu.to(mu.dtype), (by_log_sigma * inside).to(mu.dtype)
-
-
-@cache
-def _compiled_gradient() -> Any:
-    """As one kernel: there are dozens of small operations, and it is called at every step."""
-    return torch.compile(_gradient, dynamic=True)
 
 
 def _mixed(number: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ def conv2d(
     """``x``: [members · examples, C, H, W]; ``weight``: [members, O, C, k, k]; ``bias``: [members, O]."""
     square = weight.shape[3] == weight.shape[4]
     plain = square and stride == (1, 1) and dilation == (1, 1) and padding in ((0, 0), "valid")
-    if plain and bias is not None and _fast(x):
+    numbers = x[0].numel() // x.shape[1] * max(x.shape[1], weight.shape[1]) * (len(x) // len(weight))
+    if plain and bias is not None and _fast(x) and numbers < 1 << 31:  # of a member: kernels count them in 32 bits
         result: Tensor = _Conv2d.apply(x, weight, bias)
         return result
     members, outputs = weight.shape[:2]
@@ -43,11 +44,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return result
 
 
-def max_pool2d(x: Tensor, size: int) -> Tensor:
-    """Over windows that do not overlap."""
+def max_pool2d(x: Tensor, size: int, *, rectified: bool = False) -> Tensor:
+    """Over windows that do not overlap. ``rectified``: of relu(x), which costs nothing more here."""
     if not _fast(x):
-        return F.max_pool2d(x, size)
-    result: Tensor = _MaxPool.apply(x, size)[0]
+        pooled = F.max_pool2d(x, size)
+        return pooled.relu() if rectified else pooled
+    result: Tensor = _MaxPool.apply(x, size, rectified)[0]
     return result
 
 
@@ -109,10 +111,10 @@ class _Conv2d(Function):
 
 class _MaxPool(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, size: int, rectified: bool) -> tuple[Tensor, Tensor]:
         kernels = _kernels()
         assert kernels is not None
-        out, which = kernels[1].forward(x, size)
+        out, which = kernels[1].forward(x, size, rectified)
         ctx.mark_non_differentiable(which)
         ctx.save_for_backward(which, x)
         ctx.size = size
@@ -124,4 +126,4 @@ class _MaxPool(Function):
         kernels = _kernels()
         assert kernels is not None
         which, x = ctx.saved_tensors
-        return kernels[1].backward(grad, which, x, ctx.size), None
+        return kernels[1].backward(grad, which, x, ctx.size), None, None

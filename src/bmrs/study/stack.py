@@ -7,6 +7,7 @@ treats examples separately (activations, pooling, flattening, residual sums) doe
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ class StackedMaxPool2d(nn.Module):
     def __init__(self, layer: nn.MaxPool2d) -> None:
         super().__init__()
         self.size = int(layer.kernel_size)  # type: ignore[arg-type]
+        self.rectified = False  # the layer before it, a ReLU, is left to this one
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -98,7 +100,7 @@ class StackedMaxPool2d(nn.Module):
         return plain and isinstance(layer.kernel_size, int) and layer.stride == layer.kernel_size
 
     def forward(self, x: Tensor) -> Tensor:
-        return max_pool2d(x, self.size)
+        return max_pool2d(x, self.size, rectified=self.rectified)
 
 
 class StackedAny(nn.Module):
@@ -184,7 +186,16 @@ def _stacked(networks: list[nn.Module]) -> nn.Module:
     made._modules = dict(first._modules)
     for name, _ in children:
         made._modules[name] = _stacked([network.get_submodule(name) for network in networks])
+    if type(first) is nn.Sequential:
+        _rectify_in_pools(made)
     return made
+
+
+def _rectify_in_pools(chain: nn.Module) -> None:
+    """A ReLU right before a max pooling commutes with it, and is less work after it."""
+    for name, (layer, after) in zip(chain._modules, pairwise(list(chain._modules.values())), strict=False):
+        if type(layer) is nn.ReLU and isinstance(after, StackedMaxPool2d):
+            chain._modules[name], after.rectified = nn.Identity(), True
 
 
 def _parameter(tensors: Sequence[Tensor | None]) -> nn.Parameter:
