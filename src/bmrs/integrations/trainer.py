@@ -4,11 +4,12 @@ The gates are put on before the Trainer is made, so that its optimizer holds the
 everything. Units go after the last step of an epoch, before the Trainer evaluates and saves.
 """
 
+import gc
 import math
 from typing import Any
 
 from torch import nn
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from bmrs.checkpoint import unwrapped
@@ -48,17 +49,21 @@ class PruningCallback(PruningEpochs, TrainerCallback):
         ``stop_epoch``: only in these epochs, as in ``range``. ``pruner_options``: of :class:`bmrs.Pruner`.
 
         ``callback.pruner`` is the Pruner, ``callback.reports`` says what was removed each time. ``bmrs_units`` and
-        ``bmrs_parameters``, what is left, join every entry of the Trainer's log: of ``trainer.state.log_history`` and
-        of what it prints. Reporters that come before this callback, such as TensorBoard's, have been told by then.
+        ``bmrs_parameters``, what is left, join every entry of the Trainer's log: of ``trainer.state.log_history``, of
+        what it prints, and of what it reports to TensorBoard, W&B and the like (``report_to``).
         """
         super().__init__(every_n_epochs, start_epoch, stop_epoch, pruner_options)
         self.pruner = Pruner(model, example_inputs, **self.pruner_options)
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        self._come_first()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         if not self.active:
             return
+        self._come_first()  # where it was added to a Trainer that was there already
         if unwrapped(given["model"]) is not self.attached.model:
             raise ValueError("model is not the one the Trainer trains: give PruningCallback and the Trainer the same.")
         self.last_epoch = -1
@@ -79,3 +84,11 @@ class PruningCallback(PruningEpochs, TrainerCallback):
             logs.update(self.left())
             if state.log_history:
                 state.log_history[-1].update(self.left())
+
+    def _come_first(self) -> None:
+        """Before the reporters, which the Trainer puts ahead of all callbacks it is given: they pass on what is in an
+        entry of the log when their turn comes. A Trainer does not tell its callbacks where it holds them.
+        """
+        for one in gc.get_objects():
+            if issubclass(type(one), CallbackHandler) and any(callback is self for callback in one.callbacks):
+                one.callbacks.sort(key=lambda callback: callback is not self)
