@@ -15,6 +15,7 @@ from torch import nn
 
 import bmrs
 from tests.integrations.toy import EPOCHS, OPTIONS, RATE, X, accuracy, loader, network, same, train_by_hand
+from tests.integrations.written import board, offline, wandb_rows  # noqa: F401  a fixture among them
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -146,6 +147,25 @@ class TestTraining:
         callback.finish()
         assert fit.callback_metrics["bmrs_units"] == module.net[0].out_features
         assert fit.callback_metrics["bmrs_parameters"] == sum(p.numel() for p in module.parameters())
+
+    def test_tensorboard_and_wandb_are_told(self, tmp_path, offline):  # noqa: F811
+        pytest.importorskip("tensorboard")
+        pytest.importorskip("wandb")
+        callback = pruning()
+        boards = [
+            L.loggers.TensorBoardLogger(tmp_path, name="", version=""),
+            L.loggers.WandbLogger(save_dir=tmp_path, offline=True),
+        ]
+        trainer(callback, logger=boards, log_every_n_steps=16).fit(Classifier(), loader())
+        found, rows = board(tmp_path), wandb_rows(tmp_path)
+        assert len(set(units(callback))) > 2
+        last_steps = [16 * epoch + 15 for epoch in range(EPOCHS)]
+        for name, values in {
+            "bmrs_units": units(callback),
+            "bmrs_parameters": [report.parameters for report in callback.reports],
+        }.items():
+            assert found[name] == dict(zip(last_steps, values, strict=True))
+            assert {row["trainer/global_step"]: row[name] for row in rows if name in row} == found[name]
 
     def test_weight_decay_does_not_reach_the_gates(self):
         class Decayed(Classifier):

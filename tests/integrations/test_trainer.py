@@ -14,6 +14,7 @@ from torch import nn
 
 import bmrs
 from tests.integrations.toy import same
+from tests.integrations.written import board, offline, wandb_rows  # noqa: F401  a fixture among them
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -104,6 +105,39 @@ class TestTraining:
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in bert().named_parameters()]
         assert sum(p.numel() for p in model.parameters()) == callback.reports[-1].parameters
         assert torch.allclose(model(IDS).logits, before, atol=1e-4)
+        assert complaints == []
+
+    @pytest.mark.parametrize("late", [False, True], ids=["given", "added"])
+    def test_tensorboard_and_wandb_are_told(self, late, tmp_path, offline, monkeypatch, complaints):  # noqa: F811
+        pytest.importorskip("tensorboard")
+        pytest.importorskip("wandb")
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
+        monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+        model = bert()
+        callback = pruning(model)
+        seen = []
+
+        class Look(transformers.TrainerCallback):
+            def on_epoch_end(self, args, state, control, **given):
+                seen.append(state.global_step)
+
+        options = {"report_to": ["tensorboard", "wandb"], "run_name": "pruning"}
+        run = trainer(model, tmp_path, *([] if late else [callback]), Look(), **options)
+        if late:
+            run.add_callback(callback)
+        else:
+            run.evaluate()  # before anything has been trained
+        run.train()
+        assert seen == [STEPS * epoch for epoch in range(1, EPOCHS + 1)]  # no callback is left out or called twice
+        found, rows = board(tmp_path), wandb_rows(tmp_path)
+        assert len(set(units(callback))) > 1
+        expected = dict(zip(seen, units(callback), strict=True))
+        if not late:
+            expected[0] = 84
+        assert found["train/bmrs_units"] == expected
+        assert found["train/bmrs_parameters"][seen[-1]] == callback.reports[-1].parameters
+        for name in ("train/bmrs_units", "train/bmrs_parameters"):
+            assert {row["train/global_step"]: row[name] for row in rows if name in row} == found[name]
         assert complaints == []
 
     @pytest.mark.parametrize("accumulate", [1, 2])

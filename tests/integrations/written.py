@@ -40,6 +40,7 @@ def wandb_records(folder):
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
 
+    wandb.finish()
     wandb.teardown()  # finish() returns a moment before the file is whole
     (file,) = Path(folder).rglob("run-*.wandb")
     store = DataStore()
@@ -79,4 +80,5 @@ def offline(monkeypatch, tmp_path):
     yield
     import wandb
 
+    wandb.finish()
     wandb.teardown()
