@@ -1,5 +1,6 @@
 """A run of one's own training loop, noted as it goes, for a page of its own."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from bmrs import cost
@@ -11,6 +12,8 @@ from bmrs.structure.capture import ExampleInputs
 from bmrs.structure.record import GATES
 from bmrs.study.provenance import provenance
 from bmrs.study.training import GateLog
+
+_NOTED = ("mean", "snr", "delta_f", "removed_at")  # of a GateLog, one entry per unit
 
 
 class Recorder:
@@ -89,6 +92,22 @@ class Recorder:
                 device=str(self.log.mean.device),
             ),
         }  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was noted so far, to go on from after a stop: beside ``pruner.state_dict()``."""
+        log = self.log
+        return {"epoch": self.epoch, **{name: getattr(log, name).clone() for name in _NOTED}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. The Pruner has its own state."""
+        self.epoch = state["epoch"]
+        for name in _NOTED:
+            own = getattr(self.log, name)
+            if state[name].shape != own.shape:
+                raise ValueError(
+                    f"state has notes of {len(state[name])} units, the network has {len(own)}: build it as it was."
+                )
+            own.copy_(state[name])
 
     def _cost(self) -> dict[str, int | None]:
         """Of the network as it is now, its gates not counted."""

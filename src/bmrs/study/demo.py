@@ -49,7 +49,9 @@ class Outcome:
 class Demo:
     """Prepared by the constructor, which refuses what cannot work; done by :meth:`run`."""
 
-    def __init__(self, data_name: str, network_name: str, criterion_name: str, recipe: Recipe) -> None:
+    def __init__(
+        self, data_name: str, network_name: str, criterion_name: str, recipe: Recipe, data_dir: Path | None = None
+    ) -> None:
         if criterion_name not in CRITERIA:
             raise ValueError(f"unknown criterion '{criterion_name}': choose one of {', '.join(CRITERIA)}.")
         if recipe.price not in bmrs.price.KINDS:
@@ -60,7 +62,7 @@ class Demo:
                 raise ValueError(f"{name} must be above 0; got {getattr(recipe, name)}.")
         if recipe.fine_tune < 0:
             raise ValueError(f"fine_tune must be 0 epochs or more; got {recipe.fine_tune}.")
-        self.data = data.load(data_name, recipe.seed)
+        self.data = data.load(data_name, recipe.seed, data_dir=data_dir)
         self.network_name = network_name
         self.criterion = bmrs.criteria.by_name(criterion_name)
         self.recipe = recipe

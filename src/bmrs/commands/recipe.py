@@ -1,0 +1,57 @@
+"""How ``bmrs train`` trains: every choice that changes the numbers."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bmrs import _checks
+from bmrs.commands import options
+from bmrs.price import KINDS
+from bmrs.study import training
+
+GENTLE = 0.5  # of the learning rate, while fine-tuning
+
+
+@dataclass(frozen=True)
+class Recipe(training.Recipe):
+    """The demo's recipe and what a network of one's own may need besides.
+
+    ``warmup``: optimizer steps over which the KL grows; None: a quarter of those with gates.
+    """
+
+    optimizer: str = "adam"
+    criterion: str = "bmrs_n"
+    noise: str = "example"
+    warmup: int | None = None
+    precision: str = "float32"
+    loss: str = "cross_entropy"
+    compare: bool = False  # train the network whole too
+
+    def checked(self) -> "Recipe":
+        """Itself; refuses what cannot work."""
+        for name, choices in (
+            ("optimizer", options.OPTIMIZERS), ("criterion", options.GATED), ("price", KINDS),
+            ("noise", options.NOISES), ("precision", options.PRECISIONS),
+        ):  # fmt: skip
+            options.check(name, getattr(self, name), choices)
+        _checks.number(self.strength, "strength", 0.0, math.inf, "a factor on every price")
+        for name in ("epochs", "batch", "learning_rate", "phi_rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}.")
+        for name, unit in (("fine_tune", "epochs"), ("warmup", "steps")):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} must be 0 {unit} or more; got {getattr(self, name)}.")
+        return self
+
+    def steps_to_warm(self, steps_per_epoch: int) -> int:
+        return self.epochs * steps_per_epoch // 4 if self.warmup is None else self.warmup
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter], gentle: bool = False) -> torch.optim.Optimizer:
+        rate = self.learning_rate * (GENTLE if gentle else 1.0)
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+        kind = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
+        return kind(parameters, lr=rate)
