@@ -4,7 +4,7 @@ import math
 from numbers import Real
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def number(value: object, name: str, low: float, high: float, what: str) -> float:
@@ -54,3 +54,16 @@ def same_shape(first: Tensor, first_name: str, second: Tensor, second_name: str)
             f"{first_name} and {second_name} must have the same shape, one entry per unit; "
             f"got {tuple(first.shape)} and {tuple(second.shape)}."
         )
+
+
+def in_one_piece(model: nn.Module, name: str, remedy: str) -> None:
+    """That no process holds but a share of the model's parameters, as under FSDP or tensor parallelism."""
+    if in_shards(model):
+        raise ValueError(f"{name} is in shards, of which each process holds its own: {remedy}.")
+
+
+def in_shards(model: nn.Module) -> bool:
+    """Whether the model's parameters are parted among processes. Parted ones are whole for a while under FSDP."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    parted = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    return parted or not kinds.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})

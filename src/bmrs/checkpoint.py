@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from bmrs import _checks
 from bmrs.noise import NoiseBank
 from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.record import GATES, Removed, check_record, removed
@@ -134,6 +135,7 @@ def _check_numbers(model: nn.Module) -> None:
         raise ValueError(
             "model is on the meta device, which holds no numbers: put it on a real one with to_empty first."
         )
+    _checks.in_one_piece(model, "model", "save and load the whole network, inside Sharded.gathered()")
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

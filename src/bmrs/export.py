@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from bmrs import _checks
 from bmrs.checkpoint import unwrapped
 from bmrs.structure.capture import ExampleInputs, arguments, first_line, mode, no_cache, no_fast_path, quiet
 
@@ -29,6 +30,7 @@ def export_program(
     torch.Size([5, 2])
     """
     model = unwrapped(model)
+    _checks.in_one_piece(model, "model", "export the whole network, inside Sharded.gathered() or after its finish()")
     args, kwargs = arguments(example_inputs)
     _check_runs(model, args, kwargs)
     shapes: Any = None

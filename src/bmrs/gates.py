@@ -97,20 +97,28 @@ class WeightGate(ConsumerGate):
 
     _product: tuple[Tensor, Tensor] | None = None  # the last one, and the gates it was made with
 
-    def enter(self, again: bool = False) -> bool:
-        """Whether it was not there already. ``again``: in a part that activation checkpointing runs once more."""
+    @property
+    def parted(self) -> bool:
+        """Whether each process holds but a share of the weight now: under FSDP it is whole while its part runs."""
+        return hasattr(self.weight, "full_tensor")
+
+    def enter(self, part: bool = False) -> bool:
+        """Whether it was not there already. ``part``: when a part of the network is called, not the whole."""
         if self.name in self.module.__dict__:
             return False
         theta = self.bank.current()
         # The very same tensor again: checkpointing counts what is computed inside the part.
-        known = again and self._product is not None and self._product[0] is theta
-        if not known:
-            shape = [-1 if d == self.dim else 1 for d in range(self.weight.dim())]
-            self._product = theta, self.weight * self.factors(theta[:1])[0].to(self.weight.dtype).reshape(shape)
-        assert self._product is not None
+        known = part and self._product is not None and self._product[0] is theta
+        product = self._product[1] if known and self._product is not None else self._multiplied(theta)
+        if not part:
+            self._product = theta, product
         # The module's __dict__ is looked at before its parameters.
-        self.module.__dict__[self.name] = self._product[1]
+        self.module.__dict__[self.name] = product
         return True
+
+    def _multiplied(self, theta: Tensor) -> Tensor:
+        shape = [-1 if d == self.dim else 1 for d in range(self.weight.dim())]
+        return self.weight * self.factors(theta[:1])[0].to(self.weight.dtype).reshape(shape)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_product": None}
@@ -159,8 +167,8 @@ class Again:
             return
         if self.bank._inside:
             self.bank.current()  # notes a part that runs without gradients
-            return
-        self.entered = [gate for gate in self.gates if gate.enter(again=True)]
+        # Inside a pass only those are not there yet that were parted when it began.
+        self.entered = [gate for gate in self.gates if not gate.parted and gate.enter(part=True)]
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """As a forward hook."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from bmrs import _checks, chance
+from bmrs import _checks, chance, parallel
 from bmrs.gates import Again, ConsumerGate, Gate, InputGate, OutputGate, WeightGate, consumer_gates
 from bmrs.posterior import LOG_A, LOG_B, TruncatedLogNormal
 from bmrs.structure.listing import Structure, Structures
@@ -188,6 +188,8 @@ class NoiseBank(nn.Module):
         """
         if not self._consumers:
             raise ValueError("only gates on structures can be folded: attach the bank to bmrs.structures(model, ...).")
+        assert self._root is not None
+        _checks.in_one_piece(self._root, "the network", "fold its gates with Sharded.finish()")
         theta = self.mean()[None].detach()
         folded = set()
         for gate in self._consumers:
@@ -290,7 +292,8 @@ class NoiseBank(nn.Module):
 
     def posterior(self) -> TruncatedLogNormal:
         """q of all units, layer after layer. Not searched for NaN: a NaN score keeps its unit."""
-        return TruncatedLogNormal(self.mu, self.log_sigma, self.log_a, self.log_b, validate=False)
+        mu, log_sigma = map(parallel.everyones, (self.mu, self.log_sigma))
+        return TruncatedLogNormal(mu, log_sigma, self.log_a, self.log_b, validate=False)
 
     def kl(self, prices: Tensor | None = None) -> Tensor:
         """Σᵢ priceᵢ·KLᵢ over the units still there, to be added to a mean loss.
@@ -396,7 +399,8 @@ class NoiseBank(nn.Module):
         for gate in self._consumers:
             if isinstance(gate, WeightGate):
                 gate.leave()  # gates of a pass around this one, as Lightning makes them: this one has its own
-                gate.enter()
+                if not gate.parted:
+                    gate.enter()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -1,4 +1,7 @@
-"""Several processes: all remove the same units, and DistributedDataParallel learns of the smaller shapes."""
+"""Several processes: all remove the same units, and DistributedDataParallel learns of the smaller shapes.
+
+Also what is done with one distributed tensor, of which each process holds its share: see :mod:`bmrs.sharded`.
+"""
 
 import gc
 from collections.abc import Iterable
@@ -62,6 +65,46 @@ def shared_number(number: int, model: nn.Module, device: torch.device) -> int:
     tensor = torch.tensor(_signed(number), device=device)
     distributed.broadcast(tensor, group=group, group_src=0)
     return int(tensor)
+
+
+def everyones(parameter: Tensor) -> Tensor:
+    """An ordinary tensor with the numbers of a parameter that every process has the whole of.
+
+    As under DistributedDataParallel, the gradient a process computes becomes the mean of all of theirs.
+    """
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    local: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+    if local.requires_grad:
+        local.register_hook(_mean)
+    return local
+
+
+def _mean(gradient: Tensor) -> Tensor:
+    total = gradient / distributed.get_world_size()
+    distributed.all_reduce(total)
+    return total
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a distributed tensor; on every process, all of which must ask for it."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    full: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return full
+
+
+def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """Of a tensor that every process has, or that is parted in another way: its share, as ``like`` is parted."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(like, DTensor):
+        return whole(tensor)
+    mesh = like.device_mesh
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    parted: Tensor = tensor.redistribute(mesh, like.placements).to(like.device)
+    return parted
 
 
 def rewrap(model: nn.Module) -> None:

@@ -84,6 +84,7 @@ class Pruner:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
         self.model = unwrapped(model)
+        _checks.in_one_piece(self.model, "model", "make the Pruner first, and shard with bmrs.sharded.Sharded")
         optimizers = _several(optimizer)
         self.criterion = BMRS_N() if criterion is None else criterion
         if not isinstance(self.criterion, Criterion):
@@ -252,9 +253,9 @@ class Pruner:
         return [Ranked(where[index][0], where[index][1], values[index]) for index in order]
 
     @torch.no_grad()
-    def _worth(self) -> Tensor:
-        self._check_unchanged()
+    def _worth(self, in_one_piece: bool = False) -> Tensor:
         needs = self.criterion.needs
+        self._check_unchanged(in_one_piece or "weight_norm" in needs or "gradient_norm" in needs)
         weight = norms(self.bank, self.model, self._gated) if "weight_norm" in needs else None
         gradient = norms(self.bank, self.model, self._gated, gradients=True) if "gradient_norm" in needs else None
         return self.criterion.scores(Units(self.bank.posterior(), weight, gradient))
@@ -268,7 +269,7 @@ class Pruner:
         ``fraction``: remove this share of all units there are, the least worth first, whatever the criterion's own
         boundary. ``undoable``: keep a copy of everything for :meth:`undo`; by default with a fraction only.
         """
-        worth = self._worth()
+        worth = self._worth(in_one_piece=True)
         chosen = chosen_by(self.criterion, worth, fraction)
         if not self._sound():
             warnings.warn(
@@ -350,9 +351,17 @@ class Pruner:
             if not name.endswith(INDICES)  # which comes and goes with the rows of a branch
         }
 
-    def _check_unchanged(self) -> None:
+    def _check_unchanged(self, in_one_piece: bool = True) -> None:
+        """That nobody else changed the network; and that no process holds but a share of it."""
         if self.finished:
             raise ValueError("the Pruner has finished and its gates are gone: make a new one to prune on.")
+        if in_one_piece:
+            _checks.in_one_piece(
+                self.model,
+                "the network",
+                "shard it with bmrs.sharded.Sharded, use its own prune(), finish(), save() and load(), and the "
+                "Pruner's inside its gathered()",
+            )
         now, record = dict(named_tensors(self.model)), removed(self.model)
         for name, (tensor, whole) in self._known.items():
             what = ""

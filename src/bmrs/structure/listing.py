@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from bmrs import _checks
 from bmrs.structure.branches import Branch
 from bmrs.structure.capture import ExampleInputs, named_tensors
 from bmrs.structure.discover import Findings, Label, explore
@@ -106,6 +107,7 @@ class Structures(Sequence[Structure]):
     def __init__(self, model: nn.Module, example_inputs: ExampleInputs) -> None:
         if GATES in model._modules:
             raise ValueError(f"model has gates on it: take them off with model.{GATES}.fold() or .detach() first.")
+        _checks.in_one_piece(model, "model", "list its structures, or make its Pruner, before fully_shard is called")
         self.model, self.example_inputs = model, example_inputs
         self.findings: Findings = explore(model, example_inputs)
         self.base = removed(model)

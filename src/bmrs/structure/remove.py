@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from bmrs import parallel
 from bmrs.structure.branches import unwiden, widen
 from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.mend import correct_sizes, own_sizes, set_integer, sync_builtin
@@ -40,6 +41,8 @@ def _put(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
 
 
 def _sliced(tensor: Tensor, dims: Mapping[int, list[int]]) -> Tensor:
+    if dims and hasattr(tensor, "full_tensor"):  # an optimizer's, in shards: whole for the moment, one after the other
+        return parallel.placed_as(_sliced(parallel.whole(tensor), dims), tensor)
     channels_last = _memory_format(tensor)
     for dim, kept in dims.items():
         tensor = tensor.index_select(dim, torch.tensor(kept, dtype=torch.long, device=tensor.device))
@@ -113,6 +116,8 @@ def _grow(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None
 
 
 def _spread(tensor: Tensor, shape: list[int], dims: Mapping[int, list[int]]) -> Tensor:
+    if dims and hasattr(tensor, "full_tensor"):
+        return parallel.placed_as(_spread(parallel.whole(tensor), shape, dims), tensor)
     for dim, kept in dims.items():
         size = [shape[dim] if d == dim else length for d, length in enumerate(tensor.shape)]
         index = torch.tensor(kept, dtype=torch.long, device=tensor.device)

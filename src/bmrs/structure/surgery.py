@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from bmrs import _checks
 from bmrs.structure.listing import Structure, Structures
 from bmrs.structure.plan import record
 from bmrs.structure.remove import apply
@@ -21,6 +22,7 @@ def remove_units(
         raise ValueError(
             "optimizer must keep its state per parameter, which LBFGS does not: build it anew after removing."
         )
+    _checks.in_one_piece(model, "model", "remove units from the whole network, as bmrs.sharded.Sharded does")
     chosen = {structure: _checked(structure, model, indices) for structure, indices in units.items()}
     chosen = {structure: indices for structure, indices in chosen.items() if indices}
     if not chosen:
