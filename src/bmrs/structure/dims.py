@@ -16,6 +16,8 @@ Dim = tuple[int, ...] | str
 # A merged dimension with more labels than this stays whole: nothing prunable is that wide.
 _WIDEST = 2_000_000
 
+_NOTHING: frozenset[int] = frozenset()
+
 
 class Labels:
     """All variables of one analysis."""
@@ -30,13 +32,16 @@ class Labels:
     def fresh(self, size: int) -> tuple[int, ...]:
         """New variables, one per index."""
         first = len(self._parent)
-        self._parent.extend(range(first, first + size))
-        return tuple(range(first, first + size))
+        variables = tuple(range(first, first + size))
+        self._parent.extend(variables)
+        return variables
 
     def find(self, variable: int) -> int:
         """The variable that stands for all those united with this one."""
         parent = self._parent
-        root = variable
+        root = parent[variable]
+        if parent[root] == root:
+            return root
         while parent[root] != root:
             root = parent[root]
         while parent[variable] != root:
@@ -46,16 +51,21 @@ class Labels:
     def resolve(self, variable: int) -> frozenset[int]:
         """The free variables an index with this label depends on; empty if it always stays."""
         root = self.find(variable)
+        if root in self._reason:
+            return _NOTHING
         known = self._resolved.get(root)
         if known is None:
-            if root in self._reason:
-                known = frozenset()
-            elif root in self._factors:
+            if root in self._factors:
                 known = frozenset().union(*(self.resolve(factor) for factor in self._factors[root]))
             else:
                 known = frozenset((root,))
             self._resolved[root] = known
         return known
+
+    def resolve_all(self, dim: Iterable[int]) -> list[frozenset[int]]:
+        """Of a dimension's labels."""
+        known, resolve = self._resolved, self.resolve
+        return [known[root] if root in known else resolve(root) for root in map(self.find, dim)]
 
     def reason(self, variable: int) -> str | None:
         """Why this label is frozen; None if it, or a factor of it, is free."""
@@ -70,14 +80,17 @@ class Labels:
         """Keep all of a dimension, and say why."""
         if isinstance(dim, str):
             return dim
-        for variable in dict.fromkeys(dim):
-            for free in self.resolve(variable):
-                self._freeze(free, reason)
+        for variable in dict.fromkeys(map(self.find, dim)):
+            free = self.resolve(variable) if variable in self._factors else (variable,)
+            for one in free:
+                if one not in self._reason:
+                    self._freeze(one, reason)
         return reason
 
     def _freeze(self, free: int, reason: str) -> None:
         self._reason[free] = reason
-        self._resolved.clear()
+        if self._resolved:
+            self._resolved.clear()
 
     def unify(self, first: Dim, second: Dim) -> Dim:
         """Tie two dimensions of the same size, index by index."""
@@ -89,8 +102,8 @@ class Labels:
             return self.freeze(first, second)
         if len(first) != len(second):
             raise AssertionError(f"dimensions of size {len(first)} and {len(second)} cannot be tied")
-        pairs = dict.fromkeys((self.find(a), self.find(b)) for a, b in zip(first, second, strict=True))
-        composite = [pair for pair in pairs if pair[0] != pair[1] and not self._unify_simple(*pair)]
+        pairs = dict.fromkeys(zip(map(self.find, first), map(self.find, second), strict=True))
+        composite = [pair for pair in pairs if pair[0] != pair[1] and not self._unify_pair(*pair)]
         if composite:
             self._unify_products(composite)
         return first
@@ -101,6 +114,21 @@ class Labels:
             result = dim if result is None else self.unify(result, dim)
         assert result is not None
         return result
+
+    def _unify_pair(self, a: int, b: int) -> bool:
+        """Tie two labels, most of which are variables and no products: millions in a large network."""
+        a, b = self.find(a), self.find(b)  # which pairs before this one may have united
+        if a in self._factors or b in self._factors:
+            return self._unify_simple(a, b)
+        reason = self._reason.get(a, self._reason.get(b))
+        if reason is not None:
+            self._reason.setdefault(a, reason)
+            self._reason.setdefault(b, reason)
+        else:
+            self._parent[a] = b
+        if self._resolved:
+            self._resolved.clear()
+        return True
 
     def _unify_simple(self, a: int, b: int) -> bool:
         """Tie two labels where one of them, less what both share, is at most a single variable."""

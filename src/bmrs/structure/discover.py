@@ -95,22 +95,22 @@ def _findings(facts: Facts, values: dict[str, Value], work: list[tuple[int, tupl
         for d, dim in enumerate(value.dims):
             if isinstance(dim, str):
                 continue
-            own = [labels.resolve(label) for label in dim]
+            own = labels.resolve_all(dim)
             if any(own):
                 places[name, d] = own
             else:
                 reasons = (labels.reason(label) for label in dim)
                 frozen[name, d] = next(filter(None, reasons), "")
-    consumed: dict[Place, set[int]] = defaultdict(set)
-    for consumer in facts.consumers:
-        consumed[consumer.weight].update(*(labels.resolve(label) for label in consumer.labels))
     known: dict[int, list[Label]] = {}
 
     def resolved(dim: tuple[int, ...]) -> list[Label]:
         if id(dim) not in known:
-            known[id(dim)] = [labels.resolve(label) for label in dim]
+            known[id(dim)] = labels.resolve_all(dim)
         return known[id(dim)]
 
+    consumed: dict[Place, set[int]] = defaultdict(set)
+    for consumer in facts.consumers:
+        consumed[consumer.weight].update(*resolved(consumer.labels))
     sizes: dict[str, list[list[Label]]] = {}
     for module, dims in facts.sizes.items():
         sizes[module] = list({tuple(r): r for dim in dims.values() if any(r := resolved(dim))}.values())

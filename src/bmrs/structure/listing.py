@@ -1,8 +1,10 @@
 """The listing: every structure of a network, what a unit of it costs, and what stays whole and why."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, Protocol
 
@@ -157,11 +159,12 @@ class Structures(Sequence[Structure]):
 
     def parameters_in(self, structures: Iterable[Structure]) -> int:
         """Parameters that lie in any unit of these structures, as the network was when it was listed."""
+        structures = list(structures)
         variables = {variable for structure in structures for variable in structure.variables}
         inside: dict[str, dict[int, int]] = defaultdict(dict)
-        for (name, dim), labels in self.findings.places.items():
+        for name, dim in dict.fromkeys(place for structure in structures for place in structure.places):
             if name in self._parameters:
-                inside[name][dim] = sum(not variables.isdisjoint(label) for label in labels)
+                inside[name][dim] = sum(not variables.isdisjoint(label) for label in self.findings.places[name, dim])
         total = 0
         for name, dims in inside.items():
             shape = self.shapes[name]
@@ -170,12 +173,22 @@ class Structures(Sequence[Structure]):
 
     def multiply_adds_in(self, structure: Structure) -> int:
         """Multiply-adds of one forward pass that all units of a structure cause together."""
-        variables = set(structure.variables)
-        total = 0.0
+        return round(self._multiply_adds.get(structure, 0.0))
+
+    @cached_property
+    def _multiply_adds(self) -> dict[Structure, float]:
+        """Of all structures in one pass over the products of tensors."""
+        owners = {variable: structure for structure in self.everything for variable in structure.variables}
+        totals: dict[Structure, float] = defaultdict(float)
         for count, dims in self.findings.work:
-            left = prod(1 - sum(not variables.isdisjoint(label) for label in dim) / len(dim) for dim in dims)
-            total += count * (1 - left)
-        return round(total)
+            left: dict[Structure, float] = defaultdict(lambda: 1.0)
+            for dim in dims:
+                inside = Counter(s for label in dim for s in {owners[v] for v in label if v in owners})
+                for structure, indices in inside.items():
+                    left[structure] *= 1 - indices / len(dim)
+            for structure, share in left.items():
+                totals[structure] += count * (1 - share)
+        return totals
 
     @property
     def parameters(self) -> int:
@@ -283,44 +296,61 @@ class Structures(Sequence[Structure]):
 def _build(owner: Structures) -> list[Structure]:
     findings = owner.findings
     rows = {variable for variables in findings.branches.values() for variable in variables}
-    where: dict[int, dict[Place, list[int]]] = defaultdict(lambda: defaultdict(list))
     beside: dict[int, set[int]] = defaultdict(set)  # variables in the same label
-    for place, labels in findings.places.items():
-        for index, label in enumerate(labels):
-            for variable in label:
-                where[variable][place].append(index)
-                if len(label) > 1:
+    for labels in findings.places.values():
+        for label in labels:
+            if len(label) > 1:
+                for variable in label:
                     beside[variable].update(label - rows)
-    consumed: dict[int, set[Place]] = defaultdict(set)
-    for place, variables in findings.consumed.items():
-        for variable in variables:
-            consumed[variable].add(place)
-    alike: dict[Any, list[int]] = defaultdict(list)
-    for variable, places in where.items():
-        consumers = consumed[variable] & set(places)
-        producing = [place for place in places if place not in consumers or place in findings.producers]
-        if consumers and producing:
-            shape = frozenset((place, len(indices)) for place, indices in places.items())
-            alike[shape, frozenset(consumers)].append(variable)
     order = {place: number for number, place in enumerate(findings.places)}
     structures = [
         Structure("", _rows_kind(owner, branch), branch.rows, branch.scale, False, variables, owner, branch)
         for branch, variables in findings.branches.items()
         if len(variables) > 1
     ]
-    for (shape, gated), units in alike.items():
-        if len(units) < 2 or units[0] in rows:
+    for occupied, gates, units in _alike(findings):
+        producing = [place for place in occupied if place not in gates or place in findings.producers]
+        if not gates or not producing or len(units) < 2 or units[0] in rows:
             continue  # a single unit can never go
-        occupied = tuple(sorted((place for place, _ in shape), key=order.__getitem__))
-        first = next(place for place in occupied if place not in gated or place in findings.producers)
-        units.sort(key=lambda unit, first=first: where[unit][first][0])  # type: ignore[misc]
-        kind = _kind(owner, units[0], first, beside[units[0]])
-        gates = tuple(sorted(gated, key=order.__getitem__))
+        first = _first_indices(findings.places[producing[0]])
+        units.sort(key=first.__getitem__)
+        kind = _kind(owner, units[0], producing[0], beside[units[0]])
         structures.append(Structure("", kind, occupied, gates, False, tuple(units), owner))
     structures.sort(key=lambda s: order[s.places[0]])
     _hide_inner(structures, findings, beside)
     _name(structures, findings)
     return structures
+
+
+def _alike(findings: Findings) -> Iterator[tuple[tuple[Place, ...], tuple[Place, ...], list[int]]]:
+    """Variables on the same dimensions, as often on each, and gated at the same ones: those two, and the variables."""
+    # What a variable has been met on so far, as a number: (that before, how often here, whether gated here) → number.
+    met: dict[int, int] = {}
+    known: list[tuple[tuple[Place, ...], tuple[Place, ...]]] = [((), ())]
+    for place, labels in findings.places.items():
+        gated = findings.consumed.get(place, set())
+        numbers: dict[tuple[int, int, bool], int] = {}
+        for variable, often in Counter(chain.from_iterable(labels)).items():
+            key = met.get(variable, 0), often, variable in gated
+            if key not in numbers:
+                numbers[key] = len(known)
+                occupied, gates = known[key[0]]
+                known.append(((*occupied, place), (*gates, place) if key[2] else gates))
+            met[variable] = numbers[key]
+    alike: dict[int, list[int]] = defaultdict(list)
+    for variable, number in met.items():
+        alike[number].append(variable)
+    for number, variables in alike.items():
+        yield *known[number], variables
+
+
+def _first_indices(labels: list[Label]) -> dict[int, int]:
+    """Where along a dimension each variable comes first."""
+    first: dict[int, int] = {}
+    for index, label in enumerate(labels):
+        for variable in label:
+            first.setdefault(variable, index)
+    return first
 
 
 def _rows_kind(owner: Structures, branch: Branch) -> str:
