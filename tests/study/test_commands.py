@@ -417,9 +417,9 @@ class TestScreen:
         screen = Screen(Console(force_terminal=True, width=120), ["a", "b", "c"])
         screen.end("a", 75.0)
         screen.begin("b", 70)
-        screen.progress(20, 60)  # went on from the twentieth
+        screen.progress("b", 20, 60)  # went on from the twentieth
         now[0] += 30.0
-        screen.progress(30, 60)
+        screen.progress("b", 30, 60)
         console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
         console.print(screen.render())
         console.file.close()
@@ -437,7 +437,7 @@ class TestScreen:
             screen.begin("a", 70)
             for epoch in range(1, 61):
                 now[0] += 2.0
-                screen.progress(epoch, 60)
+                screen.progress("a", epoch, 60)
             screen.end("a", 120.0)
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 2 + 4

@@ -54,6 +54,15 @@ class TestProcessor:
         assert "whole processor" in result["note"]
         assert "100 g/kWh, as given" in result["note"]
 
+    def test_the_whole_processor_is_not_counted_by_each_of_several_tasks(self, tmp_path, monkeypatch):
+        package(tmp_path, 0, 100_000_000)
+        clock = iter([3.0, 5.0, 5.0])
+        monkeypatch.setattr(energy.os, "times", lambda: (next(clock), 0.0, 0.0, 0.0))
+        with measured("cpu", alone=False) as meter:
+            package(tmp_path, 0, 136_000_000)
+        assert meter.result()["kwh"] == pytest.approx(2.0 * energy.WATTS_PER_CORE / 3.6e6)
+        assert meter.result()["how"] == "estimated"
+
     def test_a_counter_that_begins_again(self, tmp_path):
         package(tmp_path, 0, 900_000_000)
         with measured("cpu") as meter:

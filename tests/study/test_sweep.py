@@ -133,14 +133,14 @@ def test_several_settings_as_one_result(tmp_path):
         def begin(self, key, networks):
             self.said.append(("begin", key))
 
-        def progress(self, done, total):
+        def progress(self, key, done, total):
             self.said.append((done, total))
 
         def end(self, key, seconds):
             self.said.append(("end", key))
 
     with Store(tmp_path, {}) as store:
-        content = sweep_settings([Setting], lambda setting: peak, 3, 0, store, "cpu", Screen())
+        content = sweep_settings([Setting], lambda setting, **place: peak, 3, 0, store, "cpu", Screen())
     assert Screen.said == [("begin", Setting.key), (1, 3), (2, 3), (3, 3), ("end", Setting.key)]
     assert [run["setting"] for run in content["runs"]] == [Setting.key] * 3
     best = content["settings"][Setting.key]["best"]

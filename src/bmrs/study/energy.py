@@ -37,8 +37,11 @@ class Source(Protocol):
 class Meter:
     """Energy from ``with`` to now or, once left, to the end. ``result()`` may be asked at any time."""
 
-    def __init__(self, device: str | torch.device, carbon_intensity: float | None = None, every: float = 5.0) -> None:
+    def __init__(
+        self, device: str | torch.device, carbon_intensity: float | None = None, every: float = 5.0, alone: bool = True
+    ) -> None:
         self.intensity, self.intensity_note = _intensity(carbon_intensity)
+        self._alone = alone
         self._device = str(device)
         self._every = every
         self._sources: list[Source] = []
@@ -50,7 +53,7 @@ class Meter:
 
     def __enter__(self) -> Self:
         try:
-            self._sources = _sources(self._device)
+            self._sources = _sources(self._device, self._alone)
             if self._sources:
                 self._thread.start()
         except Exception:  # whatever a driver or a file does, the job goes on
@@ -101,12 +104,14 @@ class Meter:
                         self._sources.remove(source)
 
 
-def measured(device: str | torch.device, carbon_intensity: float | None = None) -> Meter:
+def measured(device: str | torch.device, carbon_intensity: float | None = None, *, alone: bool = True) -> Meter:
     """The energy of what runs inside: ``with measured("cuda") as energy: ...; energy.result()``.
 
     ``carbon_intensity`` in g CO₂ per kWh: the argument, else BMRS_CARBON_INTENSITY, else the world average.
+    ``alone``: no other task whose energy is counted shares the processor. Where one may, the counter of the whole
+    processor is not read: everyone would count everyone.
     """
-    return Meter(device, carbon_intensity)
+    return Meter(device, carbon_intensity, alone=alone)
 
 
 def total(results: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
@@ -145,7 +150,7 @@ def _intensity(given: float | None) -> tuple[float, str]:
     return given, f"CO₂ at {given:g} g/kWh, {source}."
 
 
-def _sources(device: str) -> list[Source]:
+def _sources(device: str, alone: bool = True) -> list[Source]:
     kind = torch.device(device).type
     if kind not in ("cuda", "cpu"):
         return []
@@ -158,6 +163,8 @@ def _sources(device: str) -> list[Source]:
         else:
             return []  # the processor's share alone would mislead
     try:
+        if not alone:
+            raise OSError("the counter of the whole processor says nothing about this task")
         found.append(_Rapl())
     except (OSError, ValueError):
         if kind == "cpu":

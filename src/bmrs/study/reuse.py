@@ -40,7 +40,8 @@ def shared(
 ) -> Shared:
     """Look in the folders of other commands for parts called ``key`` of the same recipe.
 
-    ``made``: the machine and the commit they must come from, as provenance says them.
+    ``made``: the machine and the commit they must come from, as provenance says them; several machines, each of which
+    will do, have "; " between them.
     """
     have: dict[tuple[str, Offer], list[dict[str, Any]]] = {}
     came: dict[tuple[str, Offer], str] = {}
@@ -52,7 +53,8 @@ def shared(
         if (
             part is None
             or part["recipe"] != finite(recipe)
-            or any(part["made"].get(name) != made[name] for name in ("machine", "commit"))
+            or part["made"].get("commit") != made["commit"]
+            or not {*part["made"]["machine"].split("; ")} <= {*made["machine"].split("; ")}
         ):
             continue
         for method, offer in product(methods, prices):

@@ -82,13 +82,24 @@ class Store:
         write_text(self._path(part), _text({"part": part, "sha256": _digest(plain), "content": plain}))
         self.checkpoint(part).unlink(missing_ok=True)
 
+    def drop(self, part: str) -> None:
+        """Forget a part that is contained in another by now."""
+        for kind in _SUFFIXES:
+            self._path(part, kind).unlink(missing_ok=True)
+
     def checkpoint(self, part: str) -> Path:
         """Where the part keeps its middle."""
         return self._path(part, "begun")
 
-    def save_checkpoint(self, part: str, state: Mapping[str, Any]) -> None:
-        """Keep tensors and plain values: what ``torch.load(..., weights_only=True)`` can read."""
-        _replace(self.checkpoint(part), lambda path: torch.save(dict(state), path))
+    def save_checkpoint(self, part: str, state: Mapping[str, Any] | bytes) -> None:
+        """Keep tensors and plain values: what ``torch.load(..., weights_only=True)`` can read.
+
+        Bytes are what ``torch.save`` made of them, in another process.
+        """
+        if isinstance(state, bytes):
+            _replace(self.checkpoint(part), lambda path: path.write_bytes(state))
+        else:
+            _replace(self.checkpoint(part), lambda path: torch.save(dict(state), path))
 
     def load_checkpoint(self, part: str, device: str | torch.device = "cpu") -> dict[str, Any] | None:
         """The state saved last, with its tensors on ``device``; None when there is none that can be read."""
@@ -157,25 +168,26 @@ class Store:
 
 
 def attempt(
-    store: Store,
-    part: str,
+    saved: Mapping[str, Any] | None,
     recipe: Mapping[str, Any],
     device: str,
+    save: Callable[[Mapping[str, Any]], None],
     work: Callable[[Callable[[Mapping[str, Any]], None], dict[str, Any] | None], Mapping[str, Any]],
+    *,
+    alone: bool = True,
 ) -> dict[str, Any]:
-    """Do ``work(keep, resume)`` for a part, from where an earlier attempt stopped, and finish it.
+    """Do ``work(keep, resume)`` from what an earlier attempt ``saved``: the content of a part.
 
-    ``work`` hands its state to ``keep`` as often as it likes and is given the last one as ``resume``, on the processor.
-    A state left by another ``recipe`` is not used. To what ``work`` returns come "recipe", and "seconds" and
-    "energy", in which all attempts add up.
+    ``work`` hands its state to ``keep`` as often as it likes and is given the last one as ``resume``, on the processor;
+    now and then ``save`` gets it, with what is needed to go on. A state left by another ``recipe`` is not used. To
+    what ``work`` returns come "recipe", and "seconds" and "energy", in which all attempts add up. ``alone``: as in
+    :func:`bmrs.study.energy.measured`.
     """
     plain = finite(recipe)
-    saved = store.load_checkpoint(part) or {}
-    if saved.get("recipe") != plain:
-        saved = {}
+    saved = saved if saved and saved.get("recipe") == plain else {}
     start, before = time.perf_counter(), float(saved.get("seconds", 0.0))
     written, cost = start, 0.0
-    with measured(device) as energy:
+    with measured(device, alone=alone) as energy:
 
         def spent() -> dict[str, Any]:
             seconds = before + time.perf_counter() - start
@@ -185,13 +197,11 @@ def attempt(
             nonlocal written, cost
             now = time.perf_counter()
             if SAVING * (now - written) >= cost:
-                store.save_checkpoint(part, {"state": dict(state), **spent()})
+                save({"state": dict(state), **spent()})
                 written = time.perf_counter()
                 cost = written - now
 
-        content = finite({**work(keep, saved.get("state")), **spent()})
-    store.finish(part, content)
-    return dict(content)
+        return dict(finite({**work(keep, saved.get("state")), **spent()}))
 
 
 def content_of(folder: str | os.PathLike[str], part: str) -> dict[str, Any] | None:
