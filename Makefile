@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench coverage clean
+.PHONY: demo test docs bench coverage clean
 
 demo: .venv/installed
 	$(BIN)/bmrs demo
@@ -13,6 +13,10 @@ test: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+
+# The documentation, into site/index.html; a warning is an error.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/scores.py

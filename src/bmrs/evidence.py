@@ -35,7 +35,7 @@ def scores(q: TruncatedLogNormal, scale: float = SPIKE_SCALE) -> Scores:
 
 
 def spike(q: TruncatedLogNormal, scale: float = SPIKE_SCALE) -> Tensor:
-    """ΔF for p̃ = LogN[a,b](log a, scale²), a spike at the lower end of the gate: the unit is off.
+    """ΔF for ``p̃ = LogN[a,b](log a, scale²)``, a spike at the lower end of the gate: the unit is off.
 
     As scale → 0 this is the Savage-Dickey ratio: the log of q's density at log θ = log a over the prior's.
     """
@@ -55,7 +55,7 @@ def spike_posterior(q: TruncatedLogNormal, scale: float = SPIKE_SCALE) -> Trunca
 
 
 def interval(q: TruncatedLogNormal, p1: float = 8, p2: float | None = 23) -> Tensor:
-    """ΔF for p̃ = LogU[2^-p2, 2^-p1]: the gate is below what p1 bits of precision can tell from zero.
+    """ΔF for ``p̃ = LogU[2^-p2, 2^-p1]``: the gate is below what p1 bits of precision can tell from zero.
 
     ``p2=None`` lets the interval reach down to a.
     """

@@ -28,7 +28,7 @@ _BLOCK = 1 << 15
 
 
 class TruncatedLogNormal:
-    """q(θ) = LogN[a,b](μ, σ²), one per unit, in float64 accuracy for every μ and σ.
+    """``q(θ) = LogN[a,b](μ, σ²)``, one per unit, in float64 accuracy for every μ and σ.
 
     ``log_sigma`` is clamped to [-20, 5], where q is practically a point or the prior itself; the attribute
     holds the clamped value. ``kl()`` and ``rsample()`` carry gradients to ``mu`` and ``log_sigma``; the

@@ -1,14 +1,12 @@
 """Prices: each unit's share of the KL in the loss, loss = mean cross-entropy + Σᵢ priceᵢ·KLᵢ.
 
-========  ==========================  ============================================================
-price     of unit i                   what it is
-========  ==========================  ============================================================
-layer     s/(layers · layer's units)  as published: hardest on narrow layers
-uniform   s/(all units)               every unit alike
-params    s·cᵢ/Σc                     a unit pays for the parameters it occupies
-macs      s·cᵢ/Σc                     a unit pays for the multiply-adds it causes
-elbo      s/N                         the exact evidence bound, N the number of training examples
-========  ==========================  ============================================================
+| price   | of unit i                  | what it is                                                  |
+|---------|----------------------------|-------------------------------------------------------------|
+| layer   | s/(layers · layer's units) | as published: hardest on narrow layers                      |
+| uniform | s/(all units)              | every unit alike                                            |
+| params  | s·cᵢ/Σc                    | a unit pays for the parameters it occupies                  |
+| macs    | s·cᵢ/Σc                    | a unit pays for the multiply-adds it causes                 |
+| elbo    | s/N                        | the exact evidence bound, N the number of training examples |
 
 s is the strength, 1 unless said. Prices are set once for the whole network: removing a unit takes its term
 out of the sum and leaves the others as they were.
