@@ -44,7 +44,13 @@ class Cutting:
         self.network, self.state = network.eval(), state
         self.pruner = bmrs.Pruner(network, examples, criterion=criterion)
         if state is not None:
-            self.pruner.load_state_dict({**state["pruner"], "optimizers": []})
+            try:
+                self.pruner.load_state_dict({**state["pruner"], "optimizers": []})
+            except ValueError as problem:
+                raise ValueError(
+                    f"--checkpoint is of another network ({str(problem).rstrip('.')}): give its MODEL, and the "
+                    f"--weights its training began with."
+                ) from problem
         self.kept = {s.name: s.kept for s in self._gated()}
         if per_structure and fraction is not None:
             self.going = {name: _lowest(criterion, worth, fraction) for name, worth in self.pruner.scores().items()}
@@ -104,6 +110,8 @@ def checkpoint_of(path: Path) -> dict[str, Any]:
             f"--checkpoint: {file} cannot be read ({first_line(problem)[:120].rstrip('. ')}): give the --out of a "
             f"bmrs train."
         ) from problem
+    if not isinstance(state, dict) or "done" not in state:
+        raise ValueError(f"--checkpoint: {file} is no checkpoint of bmrs train: give the --out of one.")
     if "pruner" not in state:
         raise ValueError(f"--checkpoint: the training in {path} has not begun to prune: let it go on first.")
-    return dict(state)
+    return state

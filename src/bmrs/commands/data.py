@@ -117,7 +117,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     import numpy as np
 
-    with np.load(path, allow_pickle=False) as arrays:
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
         return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])) for name in _TENSORS if name in arrays}
 
 

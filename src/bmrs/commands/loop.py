@@ -48,9 +48,11 @@ class Training:
     """Prepared by the constructor, which refuses what cannot work; done by :meth:`run`."""
 
     def __init__(
-        self, make: Callable[[], nn.Module], data: Data, recipe: Recipe, processes: Processes, workers: int = 0
-    ) -> None:
-        self.make, self.data, self.recipe, self.processes = make, data, recipe, processes
+        self, make: Callable[[], nn.Module], data: Data, recipe: Recipe, processes: Processes, workers: int = 0,
+        trained: bool = False,
+    ) -> None:  # fmt: skip
+        """``trained``: the network is at the start what others will compare the pruned one with."""
+        self.make, self.data, self.recipe, self.processes, self.trained = make, data, recipe, processes, trained
         self.loss, self.device = losses.find(recipe.loss), processes.device
         self.criterion = bmrs.criteria.by_name(recipe.criterion)
         self.network = self.built()
@@ -276,8 +278,8 @@ class Training:
 
     def _result(self, recorder: Recorder) -> dict[str, Any]:
         judged = {"start": self.state["start"], "pruned": self._judged(self.network)}
-        if "whole" in self.state:
-            judged["whole"] = self.state["whole"]
+        if "whole" in self.state or self.trained:
+            judged["whole"] = self.state.get("whole", self.state["start"])
         counted = self.loss.metric == "accuracy"
         last = list(self.held_out)[-1]  # the test set, where there is one
         found = recorder.result(

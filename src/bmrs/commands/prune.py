@@ -55,7 +55,8 @@ def prune(
     """Cut a network that is trained already, without training it: units go by their weights, or by what gates know.
 
     With --weights the units with the smallest weights go. With --checkpoint those go whose gates, trained by
-    bmrs train, say they are worth least. Fine-tune what is left with bmrs train --weights.
+    bmrs train, say they are worth least; --weights is then what that training began with, if anything. Fine-tune
+    what is left with bmrs train --weights.
 
     Example:  [bold]bmrs prune net.py:make_model --weights net.safetensors --input 1x3x32x32 --fraction 0.5[/bold]
     """
@@ -63,7 +64,7 @@ def prune(
     with guard():
         place = device_of(device)
         chosen = options.check("criterion", criterion or ("bmrs_n" if checkpoint else "l2"), options.CRITERIA)
-        _check(chosen, fraction, per_structure, weights, checkpoint)
+        _check(chosen, fraction, per_structure, checkpoint)
         state = None if checkpoint is None else checkpoint_of(checkpoint)
         network = make_model(model)
         if weights is not None:
@@ -102,9 +103,7 @@ def prune(
                               "files": {what: str(path) for what, path in files.items()}}, indent=2))  # fmt: skip
 
 
-def _check(
-    criterion: str, fraction: float | None, per_structure: bool, weights: Path | None, checkpoint: Path | None
-) -> None:
+def _check(criterion: str, fraction: float | None, per_structure: bool, checkpoint: Path | None) -> None:
     if fraction is not None and not 0.0 <= fraction <= 1.0:
         raise ValueError(f"--fraction must be between 0 and 1, the share of units to remove; got {fraction:g}.")
     if checkpoint is None and criterion != "l2":
@@ -112,8 +111,6 @@ def _check(
             f"--criterion {criterion} asks gates, which only training gives: give --checkpoint with the --out of a "
             f"bmrs train, or --criterion l2."
         )
-    if weights is not None and checkpoint is not None:
-        raise ValueError("--weights and --checkpoint both say what the network has learned: give one of them.")
     if fraction is None and (criterion == "l2" or per_structure):
         what = "--per-structure" if per_structure else "--criterion l2"
         raise ValueError(f"{what} needs --fraction, the share of units to remove, as --fraction 0.5.")

@@ -81,7 +81,9 @@ class Screen:
 
     def render(self) -> RenderableType:
         rows = Table.grid(padding=(0, 2))
-        width = max(8, min(30, self.console.width - 62))
+        for _ in range(5):
+            rows.add_column(no_wrap=True)
+        width = max(6, min(30, self.console.width - 69))  # what is beside the bar needs the rest
         for phase, title in self.titles.items():
             if phase not in self.done:
                 rows.add_row(Text(title, style="dim"))

@@ -121,7 +121,7 @@ def train(
             network = make_model(target)
             return network if weights is None else load_weights(network, weights)
 
-        training = Training(make, found, recipe, processes, workers)
+        training = Training(make, found, recipe, processes, workers, trained=weights is not None)
         console = Console(stderr=as_json, quiet=not processes.first)
         if dry_run:
             _dry(training, target, out, console, as_json and processes.first, onnx)
@@ -138,8 +138,7 @@ def train(
                 stack.callback(tracking.close)
             result = _run(training, saved, store, console, tracking, target)
             if store is not None:
-                # Without the weights it began with: the file is to load on the network as MODEL makes it.
-                _finish(training, result, lambda: make_model(target), out, target, console, onnx, as_json)
+                _finish(training, result, out, target, weights, console, onnx, as_json)
 
 
 def _one(model: str | None, option: str | None) -> str:
@@ -175,7 +174,7 @@ def _run(
         if step.value is None:
             screen.step(step.phase, step.epoch, step.epochs, step.step, step.steps)
         else:
-            value = f"{held_out} {'' if loss.metric == 'accuracy' else 'loss '}{loss.shown(step.value)}"
+            value = f"{held_out if loss.metric == 'accuracy' else 'loss'} {loss.shown(step.value)}"
             screen.epoch(step.phase, step.epoch, step.epochs, value, step.units)
 
     keep: Callable[[dict[str, Any]], None] = lambda state: None  # noqa: E731
@@ -194,12 +193,13 @@ def _place(training: Training) -> str:
 
 
 def _finish(
-    training: Training, result: dict[str, Any], build: Callable[[], nn.Module], out: Path, target: str,
-    console: Console, onnx: bool, as_json: bool,
+    training: Training, result: dict[str, Any], out: Path, target: str, weights: Path | None, console: Console,
+    onnx: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write what came of it and say so: first what took longest to compute."""
     with running("writing the results"):
-        files = saving.write(training.network, build, training.examples, out, onnx)
+        # Without the weights it began with: the file is to load on the network as MODEL makes it.
+        files = saving.write(training.network, lambda: make_model(target), training.examples, out, onnx)
         result["files"] = {what: str(path) for what, path in files.items()}
         write_json(out / "result.json", result)
         files["numbers"] = out / "result.json"
@@ -220,9 +220,11 @@ def _finish(
                   markup=False)  # fmt: skip
     shapes = inputs_as_options(training.examples)
     next_command(console, f"bmrs bench {target} {shapes} --small {files['network']}", "How much faster it is:")
+    begun = f" --weights {weights}" if weights else ""
     next_command(
-        console, f"bmrs prune {target} --checkpoint {out} --fraction 0.5 --out {out}-half", "Smaller still, by worth:"
-    )
+        console, f"bmrs prune {target}{begun} --checkpoint {out} --fraction 0.5 --out {out}-half",
+        "Smaller still, by what the gates know:",
+    )  # fmt: skip
     if as_json:
         print(json.dumps({**{k: result[k] for k in ("before", "after", "units", "metric", "judged", "seconds")},
                           "files": {what: str(path) for what, path in files.items()}}, indent=2))  # fmt: skip
