@@ -17,7 +17,7 @@ import scipy.stats
 import torch
 
 from bmrs.study.post_training import post_training, spearman
-from bmrs.study.protocols import Stage, continuous, objective
+from bmrs.study.protocols import Member, Stage, continuous, objective
 from bmrs.study.settings import Setting
 
 SMALL = Setting("made", "mlp", "digits", 32, 1e-2, (14, 10), epochs=26, fine_tune=2)
@@ -81,6 +81,18 @@ class TestWhileTraining:
     def test_l2_removes_as_many_units_as_bmrs_n(self, pruned):
         units = {(run["method"], run["seed"]): sum(run["units"].values()) for run in pruned["runs"]}
         assert all(units["l2", seed] == units["bmrs_n", seed] for seed in (0, 4))
+
+    def test_l2_removes_the_shortest_rows_of_a_network_trained_whole_with_gates(self, pruned):
+        (run,) = [run for run in pruned["runs"] if (run["method"], run["seed"]) == ("l2", 4)]
+        stage = Stage(SMALL, "cpu", None)
+        again = stage.ensemble([Member("l2", seed) for seed in (0, 4)], noisy=True)  # both, for the same rounding
+        for epoch in range(1, SMALL.epochs + 1):
+            again.train_epoch(stage.order([0, 4], epoch))
+        assert bool((again.gates.mu != 0).any())
+        rows = {name: again.stack.tensor(f"{name}.weight")[1, :units].norm(dim=1)
+                for name, units in pruned["setting"]["layers"].items()}  # fmt: skip
+        shortest = torch.cat(list(rows.values())).sort(descending=True).values[sum(run["units"].values()) - 1]
+        assert {name: int((norms >= shortest).sum()) for name, norms in rows.items()} == run["units"]
 
     def test_l2_needs_bmrs_n(self):
         with pytest.raises(ValueError, match="add bmrs_n to the methods"):

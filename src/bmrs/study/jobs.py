@@ -11,7 +11,7 @@ import torch
 
 from bmrs.study.store import state
 
-FORMAT = 1  # of the parts: raise it when old ones can no longer be used
+FORMAT = 2  # of the parts: raise it when old ones can no longer be used
 P1 = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # figure 4
 SHARED = "post-training"  # one computation, and one folder, for figures 1, 2, 3 and the appendix
 ROOT = Path("runs/study")
@@ -109,7 +109,7 @@ class Plan:
             return 3  # without gates, with them, and smaller
         if self.job.protocol != "continuous":
             return max(1, seeds)
-        plain = len({"none", "l2"} & set(self.methods))
+        plain = int("none" in self.methods)
         return ((len(self.methods) - plain) * len(self.prices) + plain) * seeds
 
     def task_name(self, setting: str, block: tuple[int, ...]) -> str:

@@ -185,9 +185,7 @@ def _fine_tuned(
     """Accuracy of each on the test images. ``ensemble``: of as many members, whatever it was before."""
     setting = stage.setting
     ensemble.take(trained, [job.member for job in jobs])
-    gates = ensemble.gates
-    alive = torch.tensor([job.alive for job in jobs], device=gates.units.device)
-    gates.alive.copy_(alive.gather(1, gates.units.clamp(min=0)) & (gates.units >= 0))
+    ensemble.gates.keep(torch.tensor([job.alive for job in jobs]))
     ensemble.close_ranks()
     for epoch in range(setting.epochs + 1, setting.epochs + setting.fine_tune + 1):
         ensemble.train_epoch(stage.order(seeds, epoch))

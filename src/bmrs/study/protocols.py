@@ -7,7 +7,7 @@ protocol hands out its state after every epoch and goes on from it.
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -41,7 +41,7 @@ class Member:
 
     @property
     def gated(self) -> bool:
-        return self.method not in ("none", "l2")
+        return self.method != "none"
 
 
 class Stage:
@@ -140,11 +140,13 @@ def continuous(
     """
     begun = time.perf_counter()
     stage = Stage(setting, device, data_dir, dtype)
-    gated = [Member(m, seed, *price) for m, price, seed in product(methods, prices, seeds) if m not in ("none", "l2")]
-    plain = [Member("none", seed) for seed in seeds if {"none", "l2"} & set(methods)]
+    gated = [Member(m, seed, *price) for m, price, seed in product(methods, prices, seeds) if m != "none"]
+    pruned, whole = ([member for member in gated if (member.method == "l2") == late] for late in (False, True))
+    plain = [Member("none", seed) for seed in seeds if "none" in methods]
     if "l2" in methods and "bmrs_n" not in methods:
         raise ValueError("method l2 removes as many units as bmrs_n does: add bmrs_n to the methods.")
-    phases = [phase for phase in (_Pruning(stage, gated, spare), _Plain(stage, plain, methods)) if phase.members]
+    every = (_Pruning(stage, pruned, spare), _Afterwards(stage, whole), _Plain(stage, plain))
+    phases = [phase for phase in every if phase.members]
     total = len(phases) * (setting.epochs + setting.fine_tune)
     state = resume or {"done": 0, "phase": None, "finished": [], "seconds": 0.0}
     results: list[dict[str, Any]] = list(state["finished"])
@@ -155,7 +157,8 @@ def continuous(
             continue
         if done > first:
             phase.load_state_dict(state["phase"])
-        phase.shares = {r["seed"]: r["removed_units"] for r in results if r["method"] == "bmrs_n"}
+        if isinstance(phase, _Afterwards):
+            phase.shares = {_trained(r): r["removed_units"] for r in results if r["method"] == "bmrs_n"}
         for epoch in range(done - first + 1, setting.epochs + setting.fine_tune + 1):
             phase.epoch(epoch)
             done += 1
@@ -172,16 +175,24 @@ def continuous(
     return {"setting": stage.entry(seconds, len(runs)), "runs": runs}
 
 
+def _trained(run: Mapping[str, Any]) -> tuple[str, float, int]:
+    """What a network with gates was trained with, whatever prunes it."""
+    return run["price"], run["strength"], run["seed"]
+
+
 class _Phase:
     """Members that train together for all epochs."""
+
+    noisy = True
 
     def __init__(self, stage: Stage, members: Sequence[Member]) -> None:
         self.stage, self.members = stage, list(members)
         self.alive = torch.ones(len(members), stage.counting.units, dtype=torch.bool)
-        self.history: list[dict[str, Any]] = []
+        self.history: list[dict[str, Any]] = []  # what was left after each epoch
         self.best = torch.full((len(members),), -1.0)
         self.test = torch.zeros(len(members))
-        self.shares: dict[int, float] = {}  # of units, that L2 is to remove
+        if members:
+            self.ensemble = stage.ensemble(members, noisy=self.noisy)
 
     def epoch(self, number: int) -> None:
         setting = self.stage.setting
@@ -189,19 +200,14 @@ class _Phase:
         self.ensemble.train_epoch(self.stage.order(seeds, number))
         if number <= setting.epochs:
             self.prune(number)
-            left = self.stage.counting.left(self.alive)
-            self.history.append(
-                {"epoch": number, "units": self.alive.sum(1).tolist(), "published": left["published"].tolist()}
-            )
         else:
             validation = self.ensemble.accuracy(self.stage.x, self.stage.y, self.stage.validation(seeds)).cpu()
             test = self.ensemble.accuracy(self.stage.test_x, self.stage.test_y).cpu()
             better = validation > self.best
             self.best, self.test = torch.where(better, validation, self.best), torch.where(better, test, self.test)
 
-    ensemble: Ensemble
-
     def prune(self, number: int) -> None:
+        """After this epoch of training."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,9 +248,7 @@ class _Phase:
                     "history": [
                         {"epoch": past["epoch"], "units": past["units"][n], "published": past["published"][n]}
                         for past in self.history
-                    ]
-                    if member.gated
-                    else [],
+                    ],
                     "emptied": [layer for layer, number in units.items() if not number],
                 }
             )
@@ -257,8 +261,6 @@ class _Pruning(_Phase):
     def __init__(self, stage: Stage, members: Sequence[Member], spare: bool) -> None:
         super().__init__(stage, members)
         self.spare = spare
-        if members:
-            self.ensemble = stage.ensemble(members, noisy=True)
 
     def prune(self, number: int) -> None:
         gates = self.ensemble.gates
@@ -277,40 +279,31 @@ class _Pruning(_Phase):
         gates.alive.copy_(alive)
         self.alive = self.ensemble.alive()
         self.ensemble.close_ranks()
+        left = self.stage.counting.left(self.alive)["published"].tolist()
+        self.history.append({"epoch": number, "units": self.alive.sum(1).tolist(), "published": left})
+
+
+class _Afterwards(_Phase):
+    """Gates, and nothing goes until training is over: then by the norm of weights, as many units as BMRS_N removed."""
+
+    shares: dict[tuple[str, float, int], float]  # of units, from networks that were trained alike
+
+    def prune(self, number: int) -> None:
+        if number < self.stage.setting.epochs:
+            return
+        for n, norm in enumerate(row_norms(self.ensemble, self.stage.structures)):
+            self.alive[n] = ~bmrs.L2(self.shares[_trained(vars(self.members[n]))]).remove(norm)
+        self.ensemble.gates.keep(self.alive)
+        self.ensemble.close_ranks()
 
 
 class _Plain(_Phase):
-    """No noise. L2 is the same network, of which units are removed once, after training."""
+    """No noise, and nothing goes."""
 
-    def __init__(self, stage: Stage, members: Sequence[Member], methods: Sequence[str]) -> None:
-        super().__init__(stage, members)
-        self.methods = methods
-        if members:
-            self.ensemble = stage.ensemble(members, noisy=False)
+    noisy = False
 
     def prune(self, number: int) -> None:
-        if number == self.stage.setting.epochs and "l2" in self.methods:
-            whole, norms = len(self.members), row_norms(self.ensemble, self.stage.structures)
-            self._branch()
-            for n, norm in enumerate(norms):
-                rule = bmrs.L2(self.shares[self.members[n].seed])
-                self.alive[whole + n] = ~rule.remove(norm)
-            self.ensemble.gates.alive.copy_(self.alive.gather(1, self.ensemble.gates.units.cpu().clamp(min=0)))
-            self.ensemble.gates.alive &= self.ensemble.gates.units >= 0
-
-    def _branch(self) -> None:
-        """Everyone twice, from here on."""
-        trained, number = self.ensemble, len(self.members)
-        self.members += [Member("l2", member.seed) for member in self.members]
-        self.ensemble = self.stage.ensemble(self.members, noisy=False)
-        self.ensemble.take(trained, [*range(number), *range(number)])
-        self.best, self.test, self.alive = self.best.repeat(2), self.test.repeat(2), self.alive.repeat(2, 1)
-        self.history.clear()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["alive"]) > len(self.members):
-            self._branch()
-        super().load_state_dict(state)
+        pass
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from typing import Any
 from bmrs.study.store import content_of, finite
 
 Offer = tuple[str, float]  # a price and its strength
-_WITHOUT = ("none", "l2")  # methods without gates, which pay no price
-_ONCE: Offer = ("layer", 1.0)  # and are filed under this one
+_PLAIN = "none"  # without gates, it pays no price
+_ONCE: Offer = ("layer", 1.0)  # and is filed under this one
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def shared(
     left = [method for method in methods if method in {method for method, _ in missing}]
     if "l2" in left and "bmrs_n" not in left:  # which says how many units it is to remove
         left.append("bmrs_n")
-    offers = [offer for offer in prices if offer in {offer for method, offer in missing if method not in _WITHOUT}]
+    offers = [offer for offer in prices if offer in {offer for method, offer in missing if method != _PLAIN}]
     trained = {_kind(method, offer) for method, offer in product(left, offers or prices)}
     reused = [kind for kind in have if kind not in trained]
     return Shared(
@@ -82,7 +82,7 @@ def shared(
 
 
 def _kind(method: str, offer: Offer) -> tuple[str, Offer]:
-    return (method, _ONCE if method in _WITHOUT else (offer[0], float(offer[1])))
+    return (method, _ONCE if method == _PLAIN else (offer[0], float(offer[1])))
 
 
 def _job(folder: Path) -> dict[str, Any]:

@@ -84,6 +84,11 @@ class Gates(nn.Module):
             return self.means()[:, None]
         return draw(self.mu, self.log_sigma, self.alive, self.seeds, step, self.units, examples)
 
+    @torch.no_grad()
+    def keep(self, alive: Tensor) -> None:
+        """Close all gates but these. ``alive``: of the network's units, [members, units]."""
+        self.alive.copy_(alive.to(self.units.device).gather(1, self.units.clamp(min=0)) & (self.units >= 0))
+
     def of_units(self, values: Tensor, missing: float | bool) -> Tensor:
         """Values of rooms, [members, rooms], as those of the network's units, [members, units], on the CPU."""
         values, units = values.detach().cpu(), self.units.cpu()
