@@ -340,6 +340,42 @@ def test_a_gpu_asked_for_and_absent(place, tmp_path):
     assert "--device: there is no GPU that torch can use: give cpu or auto." in result.output
 
 
+def test_what_is_tracked(place, tmp_path, monkeypatch):
+    from bmrs.integrations import trackers
+
+    logged, closed = [], []
+
+    class Tracker:
+        def log(self, values, step):
+            logged.append((step, values))
+
+        def close(self):
+            closed.append(True)
+
+    def tracker(name, folder, config):
+        assert (name, folder, config["epochs"]) == ("tensorboard", tmp_path, 2)
+        return Tracker()
+
+    monkeypatch.setattr(trackers, "tracker", tracker)
+    short = ("--epochs", "2", "--fine-tune", "1", "--track", "tensorboard")
+    result = run(*command(place, tmp_path), *short)
+    assert result.exit_code == 0, result.output
+    assert [step for step, _ in logged] == [1, 2, 3]
+    assert set(logged[0][1]) == {
+        "prune/loss", "prune/test accuracy", "prune/parameters", "prune/units", "prune/seconds",
+    }  # fmt: skip
+    assert logged[2][1]["fine-tune/parameters"] == 554
+    assert closed == [True]
+
+
+def test_what_is_missing_is_said_before_training(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run(*command(place, tmp_path), "--onnx")
+    assert result.exit_code == 2
+    assert "--onnx needs 'onnxscript': install it with  pip install 'bmrs[onnx]'" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 class TestFailing:
     def test_a_loss_that_becomes_nan(self, place, tmp_path):
         result = run(*command(place, tmp_path, "plain"), "--loss", f"{place / 'net.py'}:nan_loss")

@@ -27,6 +27,7 @@ from rich.text import Text
 
 from bmrs import chance
 from bmrs.inspection import where_in
+from bmrs.structure.capture import CannotCaptureError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -52,12 +53,15 @@ def guard(*, needs: str = "demo", stopped: str = "stopped.") -> Iterator[None]:
             note(stopped)
             raise typer.Exit(INTERRUPTED) from None
         except ImportError as missing:
-            fail(f"this needs '{missing.name}': install it with  pip install 'bmrs[{needs}]'", BAD_INPUT)
+            said = str(missing) if "pip install" in str(missing) else (
+                f"this needs '{missing.name}': install it with  pip install 'bmrs[{needs}]'"
+            )  # fmt: skip
+            fail(said, BAD_INPUT)
         except torch.OutOfMemoryError:
             fail("the GPU's memory is too small for this: give a smaller --batch, or --device cpu.", FAILED)
         except MemoryError:
             fail("the memory is too small for this: give a smaller --batch.", FAILED)
-        except (ValueError, TypeError) as wrong:
+        except (ValueError, TypeError, CannotCaptureError) as wrong:
             fail(str(wrong), BAD_INPUT)
         except (RuntimeError, OSError) as wrong:
             fail(str(wrong), FAILED)

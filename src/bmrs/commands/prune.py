@@ -65,6 +65,7 @@ def prune(
         place = device_of(device)
         chosen = options.check("criterion", criterion or ("bmrs_n" if checkpoint else "l2"), options.CRITERIA)
         _check(chosen, fraction, per_structure, checkpoint)
+        saving.check_onnx(onnx)
         state = None if checkpoint is None else checkpoint_of(checkpoint)
         network = make_model(model)
         if weights is not None:

@@ -1,5 +1,6 @@
 """What ``train`` and ``prune`` leave: the small network, loaded again and compared, and its ONNX."""
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from bmrs.commands.errors import RunError
 
 PARTS, PART = "parts", "train"  # the folder in --out with what is half done, and the name of the training in it
 NETWORK, ONNX = "small.safetensors", "small.onnx"
+
+
+def check_onnx(wanted: bool) -> None:
+    """Refuses an export that cannot be made, before anything is computed."""
+    if wanted and importlib.util.find_spec("onnxscript") is None:
+        raise ImportError("--onnx needs 'onnxscript': install it with  pip install 'bmrs[onnx]'")
 
 
 def names(onnx: bool, *others: str) -> list[str]:

@@ -111,6 +111,7 @@ def train(
             warmup, precision, loss, compare,
         ).checked()  # fmt: skip
         target = _one(model, model_option)
+        saving.check_onnx(onnx)
         if track is not None:
             options.check("tracker", track, options.TRACKERS)
         if not data:
