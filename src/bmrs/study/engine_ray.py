@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from bmrs.study import engine_worker
 
 RETRIES = 3  # of a task whose worker died, or that raised what may not be its own fault
-_POLL = 0.25  # seconds between two looks into the mailbox
+EVERY = 0.25  # seconds between two words about a task's progress, and between two looks into the mailbox
 _INSTALL = "install 'bmrs[ray]' of this version on every machine."
 _LOOK = 120.0  # seconds a machine may take to answer at first
 
@@ -54,8 +54,10 @@ class Ray:
 
     name = "ray"
 
-    def __init__(self, address: str | None = None, workers: int | None = None, retries: int = RETRIES) -> None:
-        self.address, self.workers, self.retries = address, workers, retries
+    def __init__(
+        self, address: str | None = None, workers: int | None = None, *, retries: int = RETRIES, every: float = EVERY
+    ) -> None:
+        self.address, self.workers, self.retries, self.every = address, workers, retries, every
         self.running: dict[str, _Attempt] = {}
         self._kind = ""  # "GPU" or "CPU", what a task takes one of
         self._machines: set[str] | None = None
@@ -119,11 +121,12 @@ class Ray:
     def machines(self) -> set[str]:
         """Every machine that may be given a task is asked once what it is, and whether it has the same code."""
         if self._machines is None:
-            look = ray.remote(max_calls=1, max_retries=0)(engine_worker.look)
+            # A process that looked at a GPU is not used again: it would keep some of its memory.
+            look = ray.remote(max_calls=int(self._kind == "GPU"), max_retries=0)(engine_worker.look)
             nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get(self._kind or "CPU", 0) >= 1]
             asked = [
                 look.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-                .remote(engine_worker.code())
+                .remote(engine_worker.code(), self._kind)
                 for node in nodes
             ]  # fmt: skip
             answers = [answer for ref in asked if (answer := _answer(ref)) is not None]
@@ -150,7 +153,7 @@ class Ray:
                 if not self.running:
                     break
                 by_ref = {attempt.ref: attempt for attempt in self.running.values()}
-                ready, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=_POLL)
+                ready, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=self.every)
                 self._listen(store, screen)
                 for attempt in (by_ref[ref] for ref in ready):
                     task, outcome = attempt.task, self._outcome(attempt)
@@ -177,7 +180,7 @@ class Ray:
         takes = {"num_gpus": 1} if task.device == "cuda" else {}
         perform = ray.remote(engine_worker.perform).options(num_cpus=1, max_retries=0, name=task.name, **takes)
         ref = perform.remote(
-            self._mailbox, number, engine_worker.code(), provenance()["commit"], pickle.dumps(task),
+            self._mailbox, self.every, number, engine_worker.code(), provenance()["commit"], pickle.dumps(task),
             store.load_checkpoint(task.name),
         )  # fmt: skip
         self.running[task.name] = _Attempt(task, number, ref)

@@ -24,8 +24,6 @@ import bmrs
 from bmrs.study.engine import Task, explained
 from bmrs.study.provenance import provenance
 
-TELL = 0.5  # seconds between two words about progress
-
 
 @dataclass
 class Word:
@@ -92,21 +90,31 @@ def difference(theirs: Mapping[str, str]) -> str:
     )
 
 
-def look(theirs: Mapping[str, str]) -> tuple[str, str]:
+def look(theirs: Mapping[str, str], kind: str) -> tuple[str, str]:
     """At this machine, without taking anything of it: what it is, and what is wrong with its code."""
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from a task that asks for none
+    if kind == "GPU":
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides them from a task that asks for none
     return provenance()["machine"], difference(theirs)
 
 
 def perform(
-    mailbox: Any, attempt: int, theirs: Mapping[str, str], commit: str, task: bytes, saved: dict[str, Any] | None
+    mailbox: Any,
+    every: float,
+    attempt: int,
+    theirs: Mapping[str, str],
+    commit: str,
+    task: bytes,
+    saved: dict[str, Any] | None,
 ) -> Outcome:
-    """An attempt at a task. What is wrong comes back as a value: not every exception survives the way."""
+    """An attempt at a task, which says how far it is, at most ``every`` so many seconds.
+
+    What is wrong comes back as a value: not every exception survives the way.
+    """
     if wrong := difference(theirs):
         return Outcome(sentence=wrong)
     os.environ["BMRS_COMMIT"] = commit  # the same code, maybe without its history
     own: Task = pickle.loads(task)
-    post = _Post(mailbox, own.name, attempt)
+    post = _Post(mailbox, own.name, attempt, every)
     post.send(where=(socket.gethostname(), ray.get_runtime_context().get_node_id()))
     threads = torch.get_num_threads()
     if own.device == "cpu":
@@ -136,8 +144,9 @@ def _whereabouts(error: Exception) -> str:
 class _Post:
     """The way of one attempt to the mailbox. A word that gets lost is no harm."""
 
-    def __init__(self, mailbox: Any, task: str, attempt: int) -> None:
-        self._mailbox, self._task, self._attempt, self._told = mailbox, task, attempt, 0.0
+    def __init__(self, mailbox: Any, task: str, attempt: int, every: float) -> None:
+        self._mailbox, self._task, self._attempt, self._every = mailbox, task, attempt, every
+        self._told = -every
 
     def send(self, **what: Any) -> Any:
         with contextlib.suppress(ray.exceptions.RayError):
@@ -145,7 +154,7 @@ class _Post:
 
     def progress(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self._told >= TELL or done == total:
+        if now - self._told >= self._every or done == total:
             self._told = now
             self.send(progress=(done, total))
 
