@@ -7,6 +7,7 @@ import griffe
 
 ROLE = re.compile(r":(?:class|func|meth|mod|attr):`~?([^`]+)`")
 SESSION = re.compile(r"(?:^(?:>>>|\.\.\.).*\n?(?:(?!>>>).+\n?)*)+", re.MULTILINE)
+ARGUMENT = re.compile(r"(?:^|(?<=[.)\n])\s)(?=``[\w=]+``(?:, ``[\w=]+``)*:\s)")
 DIRECTIVE = re.compile(r"\s*# doctest:.*$", re.MULTILINE)
 
 
@@ -21,4 +22,14 @@ class Markdown(griffe.Extension):
 def markdown(text: str) -> str:
     text = ROLE.sub(r"`\1`", text)
     text = re.sub(r"::\n\n(?= {4})", ":\n\n", text)
+    text = "\n\n".join(map(_list, text.split("\n\n")))
     return SESSION.sub(lambda match: f"```pycon\n{DIRECTIVE.sub('', match[0]).rstrip()}\n```\n", text)
+
+
+def _list(paragraph: str) -> str:
+    """A paragraph that explains arguments one after the other, as a list of them."""
+    parts = ARGUMENT.split(paragraph)
+    if len(parts) < 2:
+        return paragraph
+    items = "\n".join("- " + part.strip().replace("\n", "\n  ") for part in parts[1:])
+    return "\n\n".join(filter(None, [parts[0].strip(), items]))

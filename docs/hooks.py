@@ -2,7 +2,7 @@
 
 - A link to a file of the repository leads to a page with that file.
 - ``<!-- results: table1 -->`` is replaced by what ``results`` holds under that name; without it, by how to make it.
-- Formulas, $...$, become MathML, which browsers show by themselves.
+- Formulas, $...$, become MathML, which browsers show by themselves. Wide pictures scroll on a phone.
 - A pattern in the navigation stands for the files it matches; a page that is not there has no entry.
 """
 
@@ -112,6 +112,8 @@ def _content(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.is_homepage:
+        page.meta.setdefault("hide", ["navigation", "toc"])
     own = ROOT / "docs" / page.file.src_uri
     if not own.is_file():
         own = ROOT / page.file.src_uri  # a file of the repository
@@ -150,6 +152,7 @@ def _results(name: str, uri: str) -> str:
 
 
 def on_page_content(html_: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    html_ = re.sub(r"<p>(<img [^>]+>)</p>", r'<div class="picture">\1</div>', html_)
     return FORMULA.sub(lambda match: mathml(html.unescape(match[2]), match[1] == "div"), html_)
 
 

@@ -122,24 +122,36 @@ def test_every_picture_is_made_by_a_command_and_shown():
     assert all(f"(images/{file})" in text for file in here)
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_pages_fit_their_screen_and_stay_at_home(site, pages, width):
+@pytest.fixture
+def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     if CHROMIUM is None:
         pytest.skip("needs Chromium")
     with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
-        page = chromium.new_page(viewport={"width": width, "height": 800})
-        asked, wide = [], []
-        page.on("request", lambda request: asked.append(request.url))
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield chromium
+        chromium.close()
+
+
+def test_in_a_browser(site, pages, browser):
+    """From a folder: pages fit a phone and a desk, search finds things, and no other host is asked for anything."""
+    page = browser.new_page()
+    asked, said, wide = [], [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    for width in (390, 1280):
+        page.set_viewport_size({"width": width, "height": 800})
         for name in sorted(pages):
             if name.split("/")[0] not in ("results", "examples", "src", "404.html"):
                 page.goto((site / name).as_uri())
                 if page.evaluate("document.documentElement.scrollWidth > window.innerWidth"):
-                    wide.append(name)
-        chromium.close()
+                    wide.append((name, width))
+    page.goto((site / "index.html").as_uri())
+    page.keyboard.press("f")
+    page.keyboard.type("tolerance")
+    page.wait_for_selector("a[href*='mathematics.html']:has(mark)", timeout=20_000)
     assert not wide
+    assert not said
     assert asked
-    assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
+    assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))]
