@@ -89,7 +89,7 @@ class TestTraining:
         (folder / "small.safetensors").unlink()
         again = run(*command(place, folder), INTERRUPTED_AT="1")  # which no pass reaches
         assert again.exit_code == 0, again.output
-        assert "Going on where it stopped: 14 of 14 epochs (pruning), 2 of 2 epochs (fine-tuning)." in again.output
+        assert "Done before: 14 of 14 epochs (pruning), 2 of 2 epochs (fine-tuning)." in again.output
         assert f'model = bmrs.load(make(), "{folder / "small.safetensors"}")' in again.output
         assert f"bmrs bench {place / 'net.py'}:make --input 1x20 --small {folder}/small.safetensors" in again.output
         assert json.loads((folder / "result.json").read_text())["after"]["parameters"] == result["after"]["parameters"]

@@ -93,6 +93,7 @@ def prune(
         _show(console, cuts, result, weights is None and state is None)
         paths(console, {"Small network": files["network"], **({"ONNX": files["onnx"]} if onnx else {}),
                         "Numbers": files["numbers"], "Report": files["report"]})  # fmt: skip
+        console.print()
         size = inputs_as_options(examples)
         next_command(console, f"bmrs bench {model} {size} --small {files['network']}", "How much faster it is:")
         next_command(

@@ -168,7 +168,8 @@ def _run(
     if saved:
         done = ", ".join(f"{epochs} of {training.phases[phase]} epochs ({Screen.TITLES[phase]})"
                          for phase, epochs in saved["done"].items())  # fmt: skip
-        console.print(f"Going on where it stopped: {done}.", highlight=False)
+        finished = saved["done"] == training.phases
+        console.print(f"{'Done before' if finished else 'Going on where it stopped'}: {done}.", highlight=False)
     screen = Screen(console, training.phases)
 
     def tell(step: Step) -> None:
@@ -219,6 +220,7 @@ def _finish(
     maker = f"{name}()" if where.endswith(".py") else f"{where}.{name}()"
     console.print(f'Load it:  model = bmrs.load({maker}, "{files["network"]}")', highlight=False, soft_wrap=True,
                   markup=False)  # fmt: skip
+    console.print()
     shapes = inputs_as_options(training.examples)
     next_command(console, f"bmrs bench {target} {shapes} --small {files['network']}", "How much faster it is:")
     begun = f" --weights {weights}" if weights else ""
