@@ -7,12 +7,24 @@ import griffe
 
 ROLE = re.compile(r":(?:class|func|meth|mod|attr):`~?([^`]+)`")
 SESSION = re.compile(r"(?:^(?:>>>|\.\.\.).*\n?(?:(?!>>>).+\n?)*)+", re.MULTILINE)
-ARGUMENT = re.compile(r"(?:^|(?<=[.)\n])\s)(?=``[\w=]+``(?:, ``[\w=]+``)*:\s)")
+ARGUMENT = re.compile(r"(?:^|(?<=[.)\n])\s)(?=``[\w=]+``(?:,\s``[\w=]+``)*:\s)")
 DIRECTIVE = re.compile(r"\s*# doctest:.*$", re.MULTILINE)
 
 
 class Markdown(griffe.Extension):
-    """Roles become code, and examples become blocks of it."""
+    """Docstrings as Markdown; and a function stays one where a module beside it has its name."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, griffe.Function] = {}
+
+    def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
+        self.functions[func.path] = func
+
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+        for path, function in self.functions.items():
+            package, _, name = path.removeprefix(f"{pkg.path}.").rpartition(".")
+            if package and isinstance(pkg[package], griffe.Module) and pkg[package].members[name].is_module:
+                pkg[package].set_member(name, function)
 
     def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **_: Any) -> None:
         if obj.docstring:

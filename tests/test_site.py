@@ -84,6 +84,7 @@ def test_the_reference_has_the_whole_public_interface(pages):
     assert not missing
     for method in ("Pruner.prune", "Structure.verify", "TruncatedLogNormal.kl", "evidence.spike", "report.Recorder"):
         assert f"bmrs.{method}" in shown
+    assert "Remove units, by their present numbers" in text  # the function, and not the module of its name
 
 
 def test_docstrings_read_as_prose(pages):
@@ -118,7 +119,9 @@ def test_every_picture_is_made_by_a_command_and_shown():
     pytest.importorskip("matplotlib")
     text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     here = {path.name for path in (ROOT / "docs" / "images").iterdir()}
-    assert here == {*load(ROOT / "docs" / "figures.py").FIGURES, "demo.png"}
+    figures = load(ROOT / "docs" / "figures.py")
+    assert here == {*figures.FIGURES, "demo.png"}
+    assert all(figures.FIGURES[file]().axes for file in ("gate.svg", "evidence.svg"))  # those without a training
     assert all(f"(images/{file})" in text for file in here)
 
 

@@ -43,6 +43,7 @@ class PruneReport:
         return sum(row.left for row in self.structures)
 
     def to_json(self) -> dict[str, Any]:
+        """The table for programs."""
         rows = [{**asdict(row), "left": row.left} for row in self.structures]
         return {**asdict(self), "structures": rows, "removed": self.removed, "units": self.units}
 

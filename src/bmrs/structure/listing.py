@@ -55,6 +55,7 @@ class Structure:
 
     @property
     def units(self) -> int:
+        """How many are still there."""
         return sum(variable not in self.owner.gone for variable in self.variables)
 
     @property
@@ -91,6 +92,7 @@ class Structure:
         return self.owner.status.get(self, "not verified yet")
 
     def to_json(self) -> dict[str, Any]:
+        """The line of the listing, and the dimensions a unit occupies, for programs."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -192,6 +194,7 @@ class Structures(Sequence[Structure]):
 
     @property
     def parameters(self) -> int:
+        """Of the whole network, as it was when it was listed."""
         return sum(prod(self.shapes[name]) for name in self._parameters)
 
     @property
@@ -272,6 +275,7 @@ class Structures(Sequence[Structure]):
         return [*lines, *(f"Note: {note}." for note in self.findings.notes)]
 
     def to_json(self) -> dict[str, Any]:
+        """The listing for programs."""
         return {
             "model": type(self.model).__name__,
             "parameters": self.parameters,
