@@ -171,6 +171,12 @@ def test_bad_input_gives_one_sentence_and_leaves_nothing(place, tmp_path, argume
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_network_of_which_nothing_can_go(place):
+    result = prune(place, "--input", "1x20", "--fraction", "0.5", network="nothing")
+    assert result.exit_code == 2
+    assert "nothing can be removed from this network:  bmrs inspect  says why." in result.stderr
+
+
 def test_a_checkpoint_of_another_network(place, trained, tmp_path):
     result = prune(place, "--checkpoint", trained, "--fraction", "0.5", "--out", tmp_path, network="one")
     assert result.exit_code == 2

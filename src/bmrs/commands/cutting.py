@@ -11,6 +11,7 @@ from torch import nn
 
 import bmrs
 from bmrs.commands import saving
+from bmrs.commands.proof import proved
 from bmrs.structure import remove
 from bmrs.structure.capture import first_line
 
@@ -42,7 +43,7 @@ class Cutting:
         *, per_structure: bool = False, state: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.network, self.state = network.eval(), state
-        self.pruner = bmrs.Pruner(network, examples, criterion=criterion)
+        self.pruner = bmrs.Pruner(network, examples, criterion=criterion, structures=proved(network, examples))
         if state is not None:
             try:
                 self.pruner.load_state_dict({**state["pruner"], "optimizers": []})

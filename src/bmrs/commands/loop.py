@@ -21,6 +21,7 @@ from bmrs.commands import losses
 from bmrs.commands.data import Batches, Data, applied, moved, some
 from bmrs.commands.errors import RunError
 from bmrs.commands.processes import Processes
+from bmrs.commands.proof import proved
 from bmrs.commands.recipe import Recipe
 from bmrs.inspection import where_in
 from bmrs.report import Recorder
@@ -45,7 +46,7 @@ class Step:
 
 
 class Training:
-    """Prepared by the constructor, which refuses what cannot work; done by :meth:`run`."""
+    """The constructor and :meth:`prepare` refuse what cannot work; :meth:`run` does it."""
 
     def __init__(
         self, make: Callable[[], nn.Module], data: Data, recipe: Recipe, processes: Processes, workers: int = 0,
@@ -124,6 +125,20 @@ class Training:
                 f"{where_in(problem)}: change one of them."
             ) from problem
 
+    def prepare(self) -> None:
+        """Put gates on the network; refuses one of which nothing can go."""
+        recipe, network = self.recipe, self.network
+        found = proved(network, self.examples)
+        self.optimizer = recipe.make_optimizer(network.parameters())
+        self.pruner = bmrs.Pruner(
+            network, self.examples, self.optimizer, num_examples=self.data.examples, criterion=self.criterion,
+            price=recipe.price, strength=recipe.strength, noise="batch" if recipe.noise == "batch" else "example",
+            structures=found, phi_lr=recipe.phi_rate, warmup=recipe.steps_to_warm(self.steps), seed=recipe.seed,
+        )  # fmt: skip
+        self.recorder = Recorder(self.pruner, some(self.examples, 1), data=self.data.name,
+                                 network=type(network).__name__, **asdict(recipe))  # fmt: skip
+        self.wrapper = self.processes.wrapped(network)
+
     # --- the training -------------------------------------------------------------------------------------------------
 
     def run(
@@ -144,13 +159,15 @@ class Training:
         self.state = {"version": VERSION, "done": {}, "history": [], "seconds": 0.0,
                       "examples": moved(self.examples, torch.device("cpu")), **(saved or {})}  # fmt: skip
         if "start" not in self.state:
+            self.pruner.bank.paused = True  # as it came, without gates
             self.state["start"] = self._judged(self.network)
+            self.pruner.bank.paused = False
         if self.recipe.compare:
             self._whole()
-        recorder = self._prune()
+        self._prune()
         if self.recipe.fine_tune:
             self._fine_tune()
-        return self._result(recorder)
+        return self._result()
 
     def _whole(self) -> None:
         """The same network without gates, for as long."""
@@ -163,29 +180,19 @@ class Training:
         for name in ("network", "optimizer"):
             self.state.pop(name, None)
 
-    def _prune(self) -> Recorder:
-        recipe, network = self.recipe, self.network
-        optimizer = recipe.make_optimizer(network.parameters())
-        self.pruner = pruner = bmrs.Pruner(
-            network, self.examples, optimizer, num_examples=self.data.examples, criterion=self.criterion,
-            price=recipe.price, strength=recipe.strength, noise="batch" if recipe.noise == "batch" else "example",
-            phi_lr=recipe.phi_rate, warmup=recipe.steps_to_warm(self.steps), seed=recipe.seed,
-        )  # fmt: skip
-        recorder = Recorder(pruner, some(self.examples, 1), data=self.data.name,
-                            network=type(network).__name__, **asdict(recipe))  # fmt: skip
-        self.wrapper = self.processes.wrapped(network)
+    def _prune(self) -> None:
+        network, pruner, recorder, epochs = self.network, self.pruner, self.recorder, self.recipe.epochs
         if "pruner" in self.state:
             pruner.load_state_dict(self.state["pruner"])
             recorder.load_state_dict(self.state["recorder"])
-        for epoch in range(self._done(PRUNE), recipe.epochs):
-            loss, seconds = self._epoch(PRUNE, network, self.wrapper, optimizer, epoch, epoch, recipe.epochs)
+        for epoch in range(self._done(PRUNE), epochs):
+            loss, seconds = self._epoch(PRUNE, network, self.wrapper, self.optimizer, epoch, epoch, epochs)
             recorder.prune()
             self.state["recorder"] = recorder.state_dict()
             self._after(PRUNE, network, epoch, loss, seconds, {"pruner": pruner.state_dict()})
         # What the gates know stays in the checkpoint: bmrs prune can ask them again.
         self.state["pruner"] = copy.deepcopy(pruner.state_dict())
         pruner.finish()
-        return recorder
 
     def _fine_tune(self) -> None:
         optimizer = self.recipe.make_optimizer(self.network.parameters(), gentle=True)
@@ -276,13 +283,13 @@ class Training:
     def _judged(self, network: nn.Module) -> dict[str, float]:
         return {name: self.judge(network, batches) for name, batches in self.held_out.items()}
 
-    def _result(self, recorder: Recorder) -> dict[str, Any]:
+    def _result(self) -> dict[str, Any]:
         judged = {"start": self.state["start"], "pruned": self._judged(self.network)}
         if "whole" in self.state or self.trained:
             judged["whole"] = self.state.get("whole", self.state["start"])
         counted = self.loss.metric == "accuracy"
         last = list(self.held_out)[-1]  # the test set, where there is one
-        found = recorder.result(
+        found = self.recorder.result(
             judged["pruned"][last] if counted else None,
             judged["whole"][last] if counted and "whole" in judged else None,
         )

@@ -76,8 +76,7 @@ def prune(
             examples = state["examples"]
         network, examples = network.to(place), moved(examples, place)
         rule = bmrs.L2(fraction) if chosen == "l2" and fraction is not None else bmrs.criteria.by_name(chosen)
-        with Console(stderr=True).status("proving that removal is exact ..."):
-            cutting = Cutting(network, examples, rule, fraction, per_structure=per_structure, state=state)
+        cutting = Cutting(network, examples, rule, fraction, per_structure=per_structure, state=state)
         cuts = cutting.cuts
         if dry_run:
             _dry(cuts, str(rule), console, as_json, [str(out / name) for name in saving.names(onnx)])

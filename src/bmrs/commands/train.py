@@ -127,6 +127,7 @@ def train(
         if dry_run:
             _dry(training, target, out, console, as_json and processes.first, onnx)
             return
+        training.prepare()
         if processes.first:
             writable(out)
         key = {"format": 1, "model": target, "weights": None if weights is None else str(weights), "data": data,
@@ -250,7 +251,7 @@ def _table(result: Mapping[str, Any], loss: Loss) -> Any:
 def _dry(training: Training, target: str, out: Path, console: Console, as_json: bool, onnx: bool) -> None:
     found = bmrs.structures(training.network, training.examples)
     if not len(found):
-        raise ValueError(f"nothing can be removed from {target}:  bmrs inspect  says why.")
+        raise ValueError("nothing can be removed from this network:  bmrs inspect  says why.")
     recipe, epochs = training.recipe, sum(training.phases.values())
     files = [str(out / name) for name in saving.names(onnx)]
     about = {
