@@ -56,6 +56,11 @@ def page_of(path: Path) -> str:
     return "index.md" if name == "README.md" else name if name.endswith(".md") else f"{name}.md"
 
 
+def is_page(path: Path) -> bool:
+    """Whether a file is shown as a page; pictures and the like are copied."""
+    return path.suffix == ".md" or path.suffix in LANGUAGES
+
+
 # --- files of the repository as pages ---------------------------------------------------------------------------------
 
 
@@ -67,7 +72,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         shown |= found
         unread += found
     for path in sorted(shown | {path for path in (ROOT / "results").rglob("*") if path.suffix in PICTURES}):
-        if path.suffix in PICTURES:
+        if not is_page(path):
             files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
         elif page_of(path) not in files.src_uris:
             content, level = _content(path), InclusionLevel.NOT_IN_NAV  # or in it: it need not be
@@ -128,7 +133,7 @@ def _on_the_site(match: re.Match[str], own: Path, uri: str) -> str:
         return match[0]
     if target.is_relative_to(ROOT / "docs"):
         place = target.relative_to(ROOT / "docs").as_posix()
-    elif target.suffix in PICTURES:
+    elif not is_page(target):
         place = target.relative_to(ROOT).as_posix()
     else:
         place = page_of(target)
@@ -145,7 +150,8 @@ def _results(name: str, uri: str) -> str:
     for path in sorted((ROOT / "results").rglob(f"{name}.*")):
         place = path.relative_to(ROOT).as_posix()
         if path.suffix == ".md":
-            parts.append(re.sub(r"^(#+ )", r"##\1", path.read_text(), flags=re.MULTILINE))
+            text = re.sub(r"^(#+ )", r"##\1", path.read_text(), flags=re.MULTILINE)
+            parts.append(LINK.sub(lambda match, own=path: _on_the_site(match, own, uri), text))
         elif path.suffix in PICTURES:
             parts.append(f"![{_title(path)}]({_relative(place, uri)})")
     return "\n\n".join(parts) or f"*Not computed yet:* `bmrs study {name}` *makes it.*"

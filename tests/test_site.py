@@ -110,9 +110,11 @@ def test_results_are_shown_once_they_are_there(tmp_path, monkeypatch):
 
     assert "bmrs study table1" in shown()
     (tmp_path / "results" / "study").mkdir(parents=True)
-    (tmp_path / "results" / "study" / "table1.md").write_text("# Table\n\n| a |\n|---|\n")
-    (tmp_path / "results" / "table1.png").touch()
-    assert shown() == "before\n### Table\n\n| a |\n|---|\n\n\n![Table1](results/table1.png)\nafter"
+    (tmp_path / "results" / "study" / "table1.md").write_text("# Table\n\n| a |\n|---|\n\n[b](../b.pdf)")
+    for name in ("table1.png", "b.pdf"):
+        (tmp_path / "results" / name).touch()
+    table = "### Table\n\n| a |\n|---|\n\n[b](results/b.pdf)"
+    assert shown() == f"before\n{table}\n\n![Table1](results/table1.png)\nafter"
 
 
 def test_every_picture_is_made_by_a_command_and_shown():
