@@ -208,6 +208,10 @@ class TestDryRun:
         assert "Nothing was done: leave out --dry-run to begin." in said
         assert list(tmp_path.iterdir()) == []
 
+    def test_a_training_too_short_to_prune_is_announced(self, place, tmp_path):
+        said = run(*command(place, tmp_path), "--epochs", "3", "--dry-run").stderr
+        assert "no unit can go: learning rate × phi rate × steps is 2.5, and about 8 is needed; give more" in said
+
 
 class TestData:
     @pytest.mark.parametrize("function", ["datasets", "loaders"])

@@ -145,9 +145,9 @@ def _dataset(part: Any) -> Any:
 class Batches:
     """The batches of one part for one process, in an order that seed and epoch alone decide.
 
-    >>> part = TensorDataset(torch.arange(5.0)[:, None], torch.zeros(5))
+    >>> part = TensorDataset(torch.arange(6.0)[:, None], torch.zeros(6))
     >>> batches = Batches(part, 2, seed=0, shuffle=True)
-    >>> order = torch.randperm(5, generator=torch.Generator().manual_seed(0 + 3))
+    >>> order = torch.randperm(6, generator=torch.Generator().manual_seed(0 + 3))
     >>> torch.equal(torch.cat([x for x, y in batches.of_epoch(3)]).flatten().long(), order)
     True
     """

@@ -1,8 +1,10 @@
 """Several processes that train one network, as ``torchrun`` starts them; without it, one."""
 
+import contextlib
 import os
 import random
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,6 +44,15 @@ class Processes:
         # After an error others may wait for this one: torchrun ends them.
         if self.world > 1 and error is None:
             distributed.destroy_process_group()
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """The first process alone, then the others: what one fetches, the others find."""
+        if not self.first:
+            distributed.barrier()
+        yield
+        if self.first and self.world > 1:
+            distributed.barrier()
 
     def wrapped(self, network: nn.Module) -> nn.Module:
         return network if self.world == 1 else DistributedDataParallel(network)

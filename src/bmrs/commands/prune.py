@@ -46,7 +46,7 @@ def prune(
     per_structure: Annotated[
         bool, typer.Option("--per-structure", help="Take --fraction of every structure, rather than of all units.")
     ] = False,
-    device: options.Device = "cpu",
+    device: options.Device = "auto",
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("runs/prune"),
     onnx: options.Onnx = False,
     as_json: options.AsJson = False,

@@ -13,6 +13,7 @@ from bmrs.price import KINDS
 from bmrs.study import training
 
 GENTLE = 0.5  # of the learning rate, while fine-tuning
+NEEDED = 8.0  # a gate lets go when its log σ has risen by about 7.5, by at most its learning rate at a step
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,20 @@ class Recipe(training.Recipe):
 
     def steps_to_warm(self, steps_per_epoch: int) -> int:
         return self.epochs * steps_per_epoch // 4 if self.warmup is None else self.warmup
+
+    def too_short(self, steps_per_epoch: int) -> str:
+        """Why no gate can let go in this many steps; empty if it can.
+
+        >>> Recipe(epochs=1).too_short(36)[:71]
+        'no unit can go: learning rate × phi rate × steps is 1.1, and about 8 is'
+        """
+        way = self.learning_rate * self.phi_rate * self.epochs * steps_per_epoch
+        if way >= NEEDED or self.optimizer == "sgd":  # whose steps are as long as the gradient
+            return ""
+        return (
+            f"no unit can go: learning rate × phi rate × steps is {way:.1f}, and about {NEEDED:g} is needed; give more "
+            f"--epochs or a higher --phi-rate."
+        )
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], gentle: bool = False) -> torch.optim.Optimizer:
         rate = self.learning_rate * (GENTLE if gentle else 1.0)

@@ -15,7 +15,7 @@ import bmrs
 from bmrs import report
 from bmrs.commands import data as sources
 from bmrs.commands import options, saving
-from bmrs.commands.errors import guard, running
+from bmrs.commands.errors import guard, note, running
 from bmrs.commands.folders import writable
 from bmrs.commands.inspect import table
 from bmrs.commands.loop import Step, Training, inputs_as_options, units_of
@@ -116,7 +116,8 @@ def train(
             options.check("tracker", track, options.TRACKERS)
         if not data:
             raise ValueError("--data must say what to train on, as --data digits or --data data.py:make_data.")
-        found = sources.find(data, seed=seed, data_dir=data_dir, size=size, download=not dry_run and processes.first)
+        with processes.in_turn():
+            found = sources.find(data, seed=seed, data_dir=data_dir, size=size, download=not dry_run)
 
         def make() -> nn.Module:
             network = make_model(target)
@@ -166,6 +167,7 @@ def _run(
         f"pruned by {training.criterion} after every epoch; {_place(training)}.",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    _warn(training)
     if saved:
         done = ", ".join(f"{epochs} of {training.phases[phase]} epochs ({Screen.TITLES[phase]})"
                          for phase, epochs in saved["done"].items())  # fmt: skip
@@ -188,6 +190,11 @@ def _run(
         result = training.run(saved, keep, tell, log)
     result["provenance"]["recipe"] = asdict(recipe)
     return result
+
+
+def _warn(training: Training) -> None:
+    if training.processes.first and (why := training.recipe.too_short(training.steps)):
+        note(why)
 
 
 def _place(training: Training) -> str:
@@ -252,6 +259,7 @@ def _dry(training: Training, target: str, out: Path, console: Console, as_json: 
     found = bmrs.structures(training.network, training.examples)
     if not len(found):
         raise ValueError("nothing can be removed from this network:  bmrs inspect  says why.")
+    _warn(training)
     recipe, epochs = training.recipe, sum(training.phases.values())
     files = [str(out / name) for name in saving.names(onnx)]
     about = {
