@@ -1,6 +1,8 @@
 """The command line: ``bmrs demo | inspect | train | prune | bench | report | study``."""
 
+import re
 import sys
+from inspect import cleandoc
 from typing import Annotated
 
 try:
@@ -25,11 +27,17 @@ sentence on stderr; BMRS_DEBUG=1 shows the traceback too.
 Example:  [bold]bmrs train net.py:make_model --data digits[/bold]
 """
 
+
+def _unwrapped(text: str) -> str:
+    """Paragraphs that the terminal breaks, and not the source."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
+
+
 app = typer.Typer(
-    help=_HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False
-)  # fmt: skip
+    help=_unwrapped(_HELP), no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False
+)
 for command in (demo, inspect, train, prune, bench, report):
-    app.command()(command)
+    app.command(help=_unwrapped(command.__doc__ or ""))(command)
 app.add_typer(study, name="study")
 
 
