@@ -64,8 +64,11 @@ class Labels:
 
     def resolve_all(self, dim: Iterable[int]) -> list[frozenset[int]]:
         """Of a dimension's labels."""
-        known, resolve = self._resolved, self.resolve
-        return [known[root] if root in known else resolve(root) for root in map(self.find, dim)]
+        frozen, known, resolve = self._reason, self._resolved, self.resolve
+        return [
+            _NOTHING if root in frozen else known[root] if root in known else resolve(root)
+            for root in map(self.find, dim)
+        ]
 
     def reason(self, variable: int) -> str | None:
         """Why this label is frozen; None if it, or a factor of it, is free."""
@@ -80,17 +83,18 @@ class Labels:
         """Keep all of a dimension, and say why."""
         if isinstance(dim, str):
             return dim
-        for variable in dict.fromkeys(map(self.find, dim)):
-            free = self.resolve(variable) if variable in self._factors else (variable,)
-            for one in free:
-                if one not in self._reason:
-                    self._freeze(one, reason)
+        roots = dict.fromkeys(map(self.find, dim))
+        self._reason |= {root: reason for root in roots if root not in self._factors and root not in self._reason}
+        self._resolved.clear()
+        for root in roots:
+            if root in self._factors:
+                for free in self.resolve(root):
+                    self._freeze(free, reason)
         return reason
 
     def _freeze(self, free: int, reason: str) -> None:
         self._reason[free] = reason
-        if self._resolved:
-            self._resolved.clear()
+        self._resolved.clear()
 
     def unify(self, first: Dim, second: Dim) -> Dim:
         """Tie two dimensions of the same size, index by index."""
@@ -103,7 +107,7 @@ class Labels:
         if len(first) != len(second):
             raise AssertionError(f"dimensions of size {len(first)} and {len(second)} cannot be tied")
         pairs = dict.fromkeys(zip(map(self.find, first), map(self.find, second), strict=True))
-        composite = [pair for pair in pairs if pair[0] != pair[1] and not self._unify_pair(*pair)]
+        composite = self._unify_pairs(pairs)
         if composite:
             self._unify_products(composite)
         return first
@@ -115,20 +119,31 @@ class Labels:
         assert result is not None
         return result
 
-    def _unify_pair(self, a: int, b: int) -> bool:
-        """Tie two labels, most of which are variables and no products: millions in a large network."""
-        a, b = self.find(a), self.find(b)  # which pairs before this one may have united
-        if a in self._factors or b in self._factors:
-            return self._unify_simple(a, b)
-        reason = self._reason.get(a, self._reason.get(b))
-        if reason is not None:
-            self._reason.setdefault(a, reason)
-            self._reason.setdefault(b, reason)
-        else:
-            self._parent[a] = b
-        if self._resolved:
+    def _unify_pairs(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Tie labels, and return the pairs of products; most are variables, millions of them in a large network."""
+        parent, factors, frozen = self._parent, self._factors, self._reason
+        composite, stale = [], False
+        for pair in pairs:
+            a, b = self.find(pair[0]), self.find(pair[1])  # which a pair before this one may have united
+            if a == b:
+                continue
+            if a in factors or b in factors:
+                if stale:
+                    self._resolved.clear()
+                stale = False
+                if not self._unify_simple(a, b):
+                    composite.append((a, b))
+                continue
+            stale = True
+            if a in frozen:
+                frozen.setdefault(b, frozen[a])
+            elif b in frozen:
+                frozen[a] = frozen[b]
+            else:
+                parent[a] = b
+        if stale:
             self._resolved.clear()
-        return True
+        return composite
 
     def _unify_simple(self, a: int, b: int) -> bool:
         """Tie two labels where one of them, less what both share, is at most a single variable."""
