@@ -85,6 +85,13 @@ def test_there_is_code_to_check():
     assert any(blocks(page, "text") for page in WITH_CODE)
 
 
+def test_code_for_several_processes_is_python():
+    """What a page cannot run by itself is marked ```py."""
+    for page in PAGES:
+        for block in blocks(page, "py"):
+            compile(block, name(page), "exec")
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
