@@ -95,7 +95,7 @@ class TestByWeights:
         assert f"bmrs bench {place / 'net.py'}:plain --input 1x20 --small {tmp_path}/small.safetensors" in said
         assert f"bmrs train {place / 'net.py'}:plain --weights {tmp_path}/small.safetensors --data ..." in said
         assert {path.name for path in tmp_path.iterdir()} == {
-            "small.safetensors", "small.onnx", "result.json", "report.html",
+            "small.safetensors", "small.onnx", "result.json",
         }  # fmt: skip
 
     def test_dry_run_names_the_units_and_writes_nothing(self, place, tmp_path):

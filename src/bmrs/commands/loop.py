@@ -50,10 +50,11 @@ class Training:
 
     def __init__(
         self, make: Callable[[], nn.Module], data: Data, recipe: Recipe, processes: Processes, workers: int = 0,
-        trained: bool = False,
+        name: str = "network", trained: bool = False,
     ) -> None:  # fmt: skip
-        """``trained``: the network is at the start what others will compare the pruned one with."""
+        """``name``: of the network, in reports. ``trained``: it is at the start what the pruned one is compared with."""
         self.make, self.data, self.recipe, self.processes, self.trained = make, data, recipe, processes, trained
+        self.name = name
         self.loss, self.device = losses.find(recipe.loss), processes.device
         self.criterion = bmrs.criteria.by_name(recipe.criterion)
         self.network = self.built()
@@ -136,7 +137,7 @@ class Training:
             structures=found, phi_lr=recipe.phi_rate, warmup=recipe.steps_to_warm(self.steps), seed=recipe.seed,
         )  # fmt: skip
         self.recorder = Recorder(self.pruner, some(self.examples, 1), data=self.data.name,
-                                 network=type(network).__name__, **asdict(recipe))  # fmt: skip
+                                 network=self.name, **asdict(recipe))  # fmt: skip
         self.wrapper = self.processes.wrapped(network)
 
     # --- the training -------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from rich.console import Console
 from torch import nn
 
 import bmrs
-from bmrs import report
 from bmrs.commands import options, saving
 from bmrs.commands.cutting import Cut, Cutting, checkpoint_of
 from bmrs.commands.data import moved, some
@@ -79,7 +78,7 @@ def prune(
         cutting = Cutting(network, examples, rule, fraction, per_structure=per_structure, state=state)
         cuts = cutting.cuts
         if dry_run:
-            _dry(cuts, str(rule), console, as_json, [str(out / name) for name in saving.names(onnx)])
+            _dry(cuts, str(rule), console, as_json, [str(out / name) for name in saving.names(onnx, "result.json")])
             return
         writable(out)
         with running("the pruning"):
@@ -88,10 +87,9 @@ def prune(
             result["files"] = {what: str(path) for what, path in files.items()}
             files["numbers"] = out / "result.json"
             write_json(files["numbers"], result)
-            files["report"] = report.write(report.load(files["numbers"]), out / "report.html")
         _show(console, cuts, result, weights is None and state is None)
         paths(console, {"Small network": files["network"], **({"ONNX": files["onnx"]} if onnx else {}),
-                        "Numbers": files["numbers"], "Report": files["report"]})  # fmt: skip
+                        "Numbers": files["numbers"]})  # fmt: skip
         console.print()
         size = inputs_as_options(examples)
         next_command(console, f"bmrs bench {model} {size} --small {files['network']}", "How much faster it is:")
@@ -131,8 +129,7 @@ def _cut(
         "units": {cut.structure: {"before": cut.before, "after": cut.after} for cut in cuts},
         "removed": {cut.structure: cut.gone for cut in cuts},
         "provenance": provenance(
-            network=target.rpartition(":")[2], data="after training" if state is None else "gates of a training",
-            criterion=rule, recipe={}, seeds=1, device=device,
+            network=target, worth="of weights" if state is None else "of trained gates", criterion=rule, device=device,
         ),
     }  # fmt: skip
 

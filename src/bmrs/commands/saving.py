@@ -24,7 +24,8 @@ def check_onnx(wanted: bool) -> None:
 
 
 def names(onnx: bool, *others: str) -> list[str]:
-    return [NETWORK, *([ONNX] if onnx else []), *(others or ("result.json", "report.html"))]
+    """Of the files that will be there."""
+    return [NETWORK, *([ONNX] if onnx else []), *others]
 
 
 def write(

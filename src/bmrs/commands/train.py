@@ -123,7 +123,7 @@ def train(
             network = make_model(target)
             return network if weights is None else load_weights(network, weights)
 
-        training = Training(make, found, recipe, processes, workers, trained=weights is not None)
+        training = Training(make, found, recipe, processes, workers, name=_short(target), trained=weights is not None)
         console = Console(stderr=as_json, quiet=not processes.first)
         if dry_run:
             _dry(training, target, out, console, as_json and processes.first, onnx)
@@ -132,7 +132,7 @@ def train(
         if processes.first:
             writable(out)
         key = {"format": 1, "model": target, "weights": None if weights is None else str(weights), "data": data,
-               "size": size, "examples": found.examples, **asdict(recipe)}  # fmt: skip
+               "size": size, "examples": found.examples, "processes": processes.world, **asdict(recipe)}  # fmt: skip
         with contextlib.ExitStack() as stack:
             store = stack.enter_context(Store(out / saving.PARTS, key, restart=restart)) if processes.first else None
             saved = processes.shared(store.load_checkpoint(saving.PART) if store else None)
@@ -142,6 +142,12 @@ def train(
             result = _run(training, saved, store, console, tracking, target)
             if store is not None:
                 _finish(training, result, out, target, weights, console, onnx, as_json)
+
+
+def _short(target: str) -> str:
+    """MODEL without the folder it lies in."""
+    where, _, name = target.partition(":")
+    return f"{Path(where).name}:{name}"
 
 
 def _one(model: str | None, option: str | None) -> str:
@@ -261,7 +267,7 @@ def _dry(training: Training, target: str, out: Path, console: Console, as_json: 
         raise ValueError("nothing can be removed from this network:  bmrs inspect  says why.")
     _warn(training)
     recipe, epochs = training.recipe, sum(training.phases.values())
-    files = [str(out / name) for name in saving.names(onnx)]
+    files = [str(out / name) for name in saving.names(onnx, "result.json", "report.html")]
     about = {
         "model": target, "data": training.data.name, "examples": training.data.examples,
         "held_out": list(training.held_out), "parameters": bmrs.cost.parameters(training.network),
