@@ -128,6 +128,18 @@ def test_a_run_of_ones_own_is_used_and_left_open(tmp_path, offline):  # noqa: F8
     assert dict(own.config) == {"mine": 1, "lr": 0.02}
 
 
+def test_who_is_not_logged_in_is_told_what_to_do(tmp_path, offline, monkeypatch):  # noqa: F811
+    pytest.importorskip(TENSORBOARD)
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ValueError, match=r"\(UsageError: No API key configured\.\): log in .*=offline"):
+        tracker([TENSORBOARD, "wandb"], tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_is_said(name, monkeypatch, tmp_path):
     def without(wanted, *rest):

@@ -29,6 +29,7 @@ from torch import Tensor
 from bmrs.evidence import spike
 from bmrs.pruner import Pruner
 from bmrs.reporting import PruneReport
+from bmrs.structure.capture import first_line
 
 STEP = "step"
 """What W&B draws everything over. Its own count of steps would refuse what is logged late, as after a resumption."""
@@ -101,7 +102,13 @@ class WandB(Tracker):
         if self._own:
             os.makedirs(folder, exist_ok=True)
             at = None if "WANDB_DIR" in os.environ else os.fspath(folder)
-            self.run: Any = wandb.init(dir=at, config=dict(config))
+            try:
+                self.run: Any = wandb.init(dir=at, config=dict(config))
+            except wandb.Error as problem:
+                raise ValueError(
+                    f"W&B cannot begin a run ({first_line(problem)}): log in with 'wandb login', or set "
+                    f"WANDB_MODE=offline to upload later."
+                ) from problem
         else:
             self.run = wandb.run
             self.run.config.update(dict(config), allow_val_change=True)
