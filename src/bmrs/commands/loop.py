@@ -52,7 +52,7 @@ class Training:
         self, make: Callable[[], nn.Module], data: Data, recipe: Recipe, processes: Processes, workers: int = 0,
         name: str = "network", trained: bool = False,
     ) -> None:  # fmt: skip
-        """``name``: of the network, in reports. ``trained``: it is at the start what the pruned one is compared with."""
+        """``name``: of the network, in reports. ``trained``: it begins as what the pruned one is compared with."""
         self.make, self.data, self.recipe, self.processes, self.trained = make, data, recipe, processes, trained
         self.name = name
         self.loss, self.device = losses.find(recipe.loss), processes.device

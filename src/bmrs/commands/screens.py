@@ -83,7 +83,7 @@ class Screen:
         rows = Table.grid(padding=(0, 2))
         for _ in range(5):
             rows.add_column(no_wrap=True)
-        width = max(6, min(30, self.console.width - 69))  # what is beside the bar needs the rest
+        width = max(6, min(30, self.console.width - 74))  # what is beside the bar needs the rest
         for phase, title in self.titles.items():
             if phase not in self.done:
                 rows.add_row(Text(title, style="dim"))
