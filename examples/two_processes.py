@@ -1,6 +1,6 @@
-"""Train and prune on several processes, saving after each epoch; start it again to go on from there.
+"""Train and prune on several processes; killed and started again, they go on from the last epoch.
 
-torchrun --nproc-per-node 2 examples/two_processes.py
+torchrun --nproc-per-node 2 --max-restarts 3 examples/two_processes.py
 """
 
 import argparse
@@ -17,7 +17,7 @@ import bmrs
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=12)
-parser.add_argument("--checkpoint", default="two_processes.pt")
+parser.add_argument("--checkpoint", default="two_processes.pt")  # on a disk all nodes see
 options = parser.parse_args()
 
 device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"

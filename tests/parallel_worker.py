@@ -1,7 +1,8 @@
-"""What each process of tests/test_parallel.py does: ``torchrun tests/parallel_worker.py TASK FOLDER``."""
+"""What each process of tests/test_parallel.py does; ``torchrun tests/parallel_worker.py FOLDER`` dies and goes on."""
 
 import datetime
 import os
+import shutil
 import signal
 import sys
 from inspect import signature
@@ -148,7 +149,7 @@ class Training:
 
 
 def train(folder, dying=False):
-    """Train from the checkpoint, if there is one, to the end."""
+    """Train from the checkpoint, if there is one, to the end. ``dying``: once, in the middle of an epoch."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     training = Training("pruner first")
     path = folder / "checkpoint.pt"
@@ -156,11 +157,13 @@ def train(folder, dying=False):
 
     def step(x, y, epoch, number):
         if dying and rank == 1 and (epoch, number) == DIES_AT:
+            shutil.copy(path, folder / "died.pt")
             os.kill(os.getpid(), signal.SIGKILL)
         training.step(x, y, rank, world)
 
     training.epochs(step, first, after=lambda epoch: training.save(path, epoch) if rank == 0 else None)
-    torch.save({"history": training.history, "weights": training.weights()}, folder / f"end-{world}-{rank}.pt")
+    end = {"first": first, "history": training.history, "weights": training.weights()}
+    torch.save(end, folder / f"end-{world}-{rank}.pt")
 
 
 def checks(folder):
@@ -168,7 +171,7 @@ def checks(folder):
     rank = distributed.get_rank()
     saw = {"variants": {name: variant(*how) for name, how in VARIANTS.items()}}
     saw["powerSGD"] = power_sgd()
-    saw["resumed"] = {how: resumed(folder / "checkpoint.pt", how) for how in ("pruner first", "wrapper given")}
+    saw["resumed"] = {how: resumed(folder / "died.pt", how) for how in ("pruner first", "wrapper given")}
     saw["differing"] = differing(rank)
     saw["other parameters"] = other_parameters(rank)
     saw["groups"] = groups(rank)
@@ -269,6 +272,5 @@ def groups(rank):
 
 if __name__ == "__main__":
     distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    task, where = sys.argv[1], Path(sys.argv[2])
-    {"train": train, "die": lambda folder: train(folder, dying=True), "checks": checks}[task](where)
+    train(Path(sys.argv[1]), dying=not (Path(sys.argv[1]) / "died.pt").exists())
     distributed.destroy_process_group()

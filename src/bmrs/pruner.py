@@ -255,7 +255,8 @@ class Pruner:
     @torch.no_grad()
     def _worth(self, in_one_piece: bool = False) -> Tensor:
         needs = self.criterion.needs
-        self._check_unchanged(in_one_piece or "weight_norm" in needs or "gradient_norm" in needs)
+        if in_one_piece or {"weight_norm", "gradient_norm"} & set(needs) or not _checks.in_shards(self.model):
+            self._check_unchanged()
         weight = norms(self.bank, self.model, self._gated) if "weight_norm" in needs else None
         gradient = norms(self.bank, self.model, self._gated, gradients=True) if "gradient_norm" in needs else None
         return self.criterion.scores(Units(self.bank.posterior(), weight, gradient))

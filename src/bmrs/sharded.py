@@ -207,10 +207,7 @@ class Sharded:
 
     def _join(self) -> None:
         """From shards to whole, but for the optimizers' state."""
-        self.pruner._check_unchanged(in_one_piece=False)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # parts stay whole after a forward pass without a backward pass
+        self._check_in_shards()
         self._unsharded.restore()
         exchanged: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in self.model.parameters():
@@ -249,8 +246,15 @@ class Sharded:
             self.pruner._steps.phi[:] = [parameters.get(p, p) for p in self.pruner._steps.phi]
         self.pruner._remember()
 
-    def _check_savable(self) -> None:
+    def _check_in_shards(self) -> None:
+        """That the network is as this left it."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # parts stay whole after a forward pass without a backward pass
         self.pruner._check_unchanged(in_one_piece=False)
+
+    def _check_savable(self) -> None:
+        self._check_in_shards()
         if self.pruner._copies:
             raise ValueError("copies of the network (EMA) cannot be saved along: let the Pruner forget() them.")
 
@@ -348,7 +352,7 @@ def _unpacked(packed: Tensor, source: Any, remedy: str) -> Any:
     try:
         return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
     except Exception as problem:
-        raise ValueError(f"{source} cannot be read ({first_line(problem)}): {remedy}.") from problem
+        raise ValueError(f"{source} cannot be read again: {remedy}.") from problem
 
 
 def _sizes(folder: Path) -> dict[str, torch.Size]:
