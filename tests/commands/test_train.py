@@ -147,6 +147,19 @@ class TestTraining:
         right = float((model(x[384:]).argmax(1) == y[384:]).double().mean())
         assert json.loads((tmp_path / "result.json").read_text())["judged"]["whole"] == {"test": right}
 
+    def test_stopped_while_the_whole_network_trains(self, place, tmp_path):
+        short = ("--epochs", "2", "--fine-tune", "1", "--compare")
+        whole = answer(run(*command(place, tmp_path / "whole"), *short, "--json"))
+        arguments = (*command(place, tmp_path / "stopped"), *short)
+        stopped = run(*arguments, INTERRUPTED_AT=str(12 + 3))
+        assert stopped.exit_code == 130
+        assert "pruning  " not in stopped.output
+        again = run(*arguments, INTERRUPTED_AT=str(2 * 12 + 3))  # once more, when that is done and the other begun
+        assert "Going on where it stopped: 1 of 3 epochs (whole network)." in again.output
+        assert again.exit_code == 130
+        last = answer(run(*arguments, "--json"))
+        assert (last["judged"], last["units"]) == (whole["judged"], whole["units"])
+
     def test_regression(self, place, tmp_path):
         x, _ = data()
         path = tmp_path / "numbers.npz"
