@@ -368,6 +368,65 @@ class TestRefusals:
         assert "there is no GPU" in run("table1", "--device", "cuda", code=2).stderr
 
 
+class TestEngine:
+    def test_seeds_in_several_tasks_are_one_result(self):
+        table1(out="whole")
+        table1("--seeds-per-task", 2, "--settings", "mlp-digits", out="split")
+        read = json.loads(Path("split/table1.json").read_text())
+        keys = [(r["method"], r["seed"]) for r in read["runs"]]
+        whole = [r for r in json.loads(Path("whole/table1.json").read_text())["runs"] if r["setting"] == "mlp-digits"]
+        assert keys == [(r["method"], r["seed"]) for r in whole]
+        assert read["settings"]["mlp-digits"]["networks"] == 7 * 3
+        assert read["provenance"]["seeds_per_task"] == 2
+        assert calls[-2:] == [("continuous", "mlp-digits", 0)] * 2
+        assert [path.name for path in Path("split/parts").glob("mlp*")] == ["mlp-digits.part.json"]
+        refused = table1("--seeds-per-task", 1, "--settings", "mlp-digits", out="split", code=2)
+        assert "seeds_per_task 2 there, 1 now" in refused.stderr
+
+    def test_figures_of_several_tasks(self):
+        run("figure3", "--settings", "mlp-digits", "--seeds", 3, "--epochs", 1, "--seeds-per-task", 1, "--out", "o")
+        assert [r["seed"] for r in json.loads(Path("o/figure3.json").read_text())["runs"]] == [0, 1, 2]
+
+    def test_a_task_that_was_done_is_not_done_again(self, monkeypatch):
+        protocols = sys.modules["bmrs.study.protocols"]
+        monkeypatch.setattr(protocols, "continuous", lambda setting, methods, seeds, **rest: (
+            continuous(setting, methods, seeds, **rest) if 2 not in seeds else pytest.fail("stopped")
+        ))  # fmt: skip
+        with pytest.raises(BaseException, match="stopped"):
+            CliRunner().invoke(app, [
+                "table1", "--settings", "mlp-digits", "--seeds", "3", "--epochs", str(EPOCHS), "--out", "here",
+                "--seeds-per-task", "2",
+            ], catch_exceptions=False)  # fmt: skip
+        options = ("--seeds-per-task", 2, "--settings", "mlp-digits")
+        tasks = json.loads(table1(*options, "--dry-run", "--json").stdout)["tasks"]
+        assert [(task["name"], task["state"]) for task in tasks] == [
+            ("mlp-digits.seeds0-1", "done"), ("mlp-digits.seeds2-2", "to do"),
+        ]  # fmt: skip
+        monkeypatch.setattr(protocols, "continuous", continuous)
+        calls.clear()
+        table1(*options)
+        assert len(calls) == 1
+        assert len(content("here/table1.json")["runs"]) == 7 * 3
+
+    @pytest.mark.parametrize(
+        ("options", "sentence"),
+        [
+            (["--engine", "abacus"], "--engine: unknown engine 'abacus': choose from local, ray."),
+            (["--workers", "2"], "--workers says something about a Ray cluster: add --engine ray."),
+            (["--address", "auto"], "--address says something about a Ray cluster: add --engine ray."),
+        ],
+    )
+    def test_refused(self, tmp_path, options, sentence):
+        for name in ("table1", "all", "sweep"):
+            assert run(name, *options, code=2).stderr == f"bmrs: {sentence}\n"
+        assert not list(tmp_path.iterdir())
+
+    def test_without_ray(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "ray", None)
+        monkeypatch.delitem(sys.modules, "bmrs.study.engine_ray", raising=False)
+        assert "pip install 'bmrs[ray]'" in run("table1", "--engine", "ray", code=2).stderr
+
+
 class TestDryRun:
     def test_says_what_would_be_done_and_does_nothing(self, tmp_path):
         result = run("table1", "--dry-run")
@@ -429,6 +488,44 @@ class TestScreen:
         assert "70 networks" in lines[1]
         assert "1 min 30 s left" in lines[1]  # ten epochs took 30 s, thirty are left
         assert lines[2].strip() == "c"
+
+    @pytest.mark.parametrize("width", [80, 120])
+    def test_several_tasks_at_once(self, monkeypatch, width):
+        now = [100.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        screen = Screen(Console(force_terminal=True, width=width), ["lenet5-fashion-mnist", "b"])
+        screen.expect("lenet5-fashion-mnist", 4)
+        for name in ("seeds0-1", "seeds2-3"):
+            screen.begin("lenet5-fashion-mnist", 14, name)
+            screen.progress("lenet5-fashion-mnist", 0, 60, name)
+        screen.begin("b", 70, "b")
+        now[0] += 60.0
+        screen.progress("lenet5-fashion-mnist", 30, 60, "seeds0-1")
+        screen.progress("lenet5-fashion-mnist", 20, 60, "seeds2-3")
+        screen.status("Ray: 3 tasks on 2 machines, 2 waiting")
+        assert self.shown(screen, width) == [
+            "lenet5-fashion-mnist 50/240 epochs 2 of 4 running 3 min 48 s left",  # 190 more, 50 a minute
+            "b preparing 70 networks",
+            "Ray: 3 tasks on 2 machines, 2 waiting",
+        ]
+        screen.ended_task("lenet5-fashion-mnist", "seeds0-1")
+        screen.ended_task("lenet5-fashion-mnist", "seeds2-3", done=False)
+        assert "80/240 epochs 0 of 4 running" in self.shown(screen, width)[0]
+        now[0] += 60.0
+        screen.begin("lenet5-fashion-mnist", 14, "seeds2-3")  # again, from where it was
+        screen.progress("lenet5-fashion-mnist", 10, 60, "seeds2-3")
+        now[0] += 10.0
+        screen.progress("lenet5-fashion-mnist", 20, 60, "seeds2-3")
+        assert "80/240 epochs 1 of 4 running 2 min 40 s left" in self.shown(screen, width)[0]
+
+    @staticmethod
+    def shown(screen, width):
+        """The lines, without bars."""
+        console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        console.print(screen)
+        console.file.close()
+        return [" ".join(line.replace("━", "").replace("╸", "").replace("╺", "").split())
+                for line in console.export_text().splitlines()]  # fmt: skip
 
     def test_plain_lines_now_and_then(self, monkeypatch, capsys):
         now = [0.0]

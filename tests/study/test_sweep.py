@@ -1,5 +1,7 @@
+import itertools
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -8,7 +10,7 @@ import textwrap
 import pytest
 
 from bmrs.study.store import Store
-from bmrs.study.sweep import Choice, LogRange, space, sweep, sweep_settings
+from bmrs.study.sweep import Choice, LogRange, search, space, sweep, sweep_settings
 
 SPACE = {"batch": Choice((16, 32, 64, 128)), "learning_rate": LogRange(1e-4, 0.1)}
 
@@ -55,7 +57,9 @@ class TestSweep:
         asked = []
         assert len(sweep(peak, SPACE, 6, 7, tmp_path)["trials"]) == 6
         told = []
-        found = sweep(lambda p: asked.append(p) or peak(p), SPACE, 14, 7, tmp_path, told.append)
+        found = sweep(
+            lambda p: asked.append(p) or peak(p), SPACE, 14, 7, tmp_path, lambda trial, done: told.append(trial)
+        )
         assert points(found) == points(undisturbed)
         assert len(asked) == 8
         assert [trial["number"] for trial in told] == list(range(6, 14))
@@ -121,6 +125,66 @@ class TestSweep:
     def test_no_trials(self, tmp_path):
         with pytest.raises(ValueError, match="trials must be 1 or more"):
             sweep(peak, SPACE, 0, 0, tmp_path)
+
+
+class TestInAnyOrder:
+    @staticmethod
+    def shuffled(seed, stop=math.inf):
+        """Outcomes of whatever waits, in an order of chance."""
+
+        def evaluate(proposals):
+            chance, waiting, count = random.Random(seed), [], 0
+            for proposal in itertools.chain(proposals, itertools.repeat(None)):
+                if proposal is not None and (waiting.append(proposal) or chance.random() < 0.7):
+                    continue
+                if not waiting or count == stop:
+                    return
+                count += 1
+                own = waiting.pop(chance.randrange(len(waiting)))
+                yield own, {"value": peak(own.parameters), "error": None, "seconds": 1.0}
+
+        return evaluate
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def one_order(cls, tmp_path_factory):
+        return search(cls.shuffled(0), SPACE, 16, 7, tmp_path_factory.mktemp("order"), ahead=3)
+
+    def test_the_order_of_outcomes_changes_nothing(self, one_order, tmp_path):
+        told = []
+        other = search(
+            self.shuffled(1), SPACE, 16, 7, tmp_path, lambda trial, done: told.append((trial, done)), ahead=3
+        )
+        assert points(other) == points(one_order)
+        assert sorted(trial["number"] for trial, _ in told) == [done - 1 for _, done in told] == list(range(16))
+
+    def test_nor_do_two_goes(self, one_order, tmp_path):
+        assert len(search(self.shuffled(1), SPACE, 12, 7, tmp_path, ahead=3)["trials"]) == 12
+        assert points(search(self.shuffled(5), SPACE, 16, 7, tmp_path, ahead=3)) == points(one_order)
+
+    @pytest.mark.parametrize("stop", [1, 11])
+    def test_nor_does_an_interruption(self, one_order, tmp_path, stop):
+        search(self.shuffled(2, stop), SPACE, 16, 7, tmp_path, ahead=3)
+        tried = []
+        again = self.shuffled(3)
+
+        def counted(proposals):
+            for proposal, outcome in again(proposals):
+                tried.append(proposal.number)
+                yield proposal, outcome
+
+        assert points(search(counted, SPACE, 16, 7, tmp_path, ahead=3)) == points(one_order)
+        assert len(tried) == len(set(tried)) == 16 - stop  # what was known was not tried again
+
+    def test_nothing_ahead_is_one_after_the_other(self, undisturbed, tmp_path):
+        assert points(search(self.shuffled(4), SPACE, 14, 7, tmp_path)) == points(undisturbed)
+
+    def test_what_is_missing_ends_the_search(self, tmp_path):
+        def missing(parameters):
+            raise OSError("mnist is missing")
+
+        with pytest.raises(OSError, match="mnist is missing"):
+            sweep(missing, SPACE, 3, 7, tmp_path)
 
 
 def test_several_settings_as_one_result(tmp_path):

@@ -209,7 +209,7 @@ class Ray:
         begun = [attempt for attempt in self.running.values() if attempt.node]
         where = len({attempt.node for attempt in begun})
         waiting = len(self.running) - len(begun)
-        wait = f", {waiting} waiting for a {'GPU' if self._kind == 'GPU' else 'core'}" if waiting else ""
+        wait = f", {waiting} waiting" if waiting else ""
         screen.status(f"Ray: {_count(len(begun), 'task')} on {_count(where, 'machine')}{wait}")
 
     def _outcome(self, attempt: _Attempt) -> engine_worker.Outcome:

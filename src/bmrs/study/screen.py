@@ -118,7 +118,7 @@ class Screen:
 
     def note(self, about: str, line: str) -> None:
         """Something to read, above the lines."""
-        self.console.print(Text.assemble((f"{about}: ", "yellow"), line), soft_wrap=True)
+        self.console.print(Text.assemble((f"{about}: ", "yellow"), line), soft_wrap=not self.console.is_terminal)
 
     def _say(self, line: str) -> None:
         if not self.console.is_terminal:
@@ -129,7 +129,7 @@ class Screen:
 
     def render(self, width: int = 120) -> Table:
         rows = Table.grid(padding=(0, 2))
-        bar = 30 if width >= 110 else 12
+        bar = min(30, max(4, width - 72))
         for key, setting in self.settings.items():
             done, total = setting.steps()
             if setting.ended:
@@ -139,7 +139,7 @@ class Screen:
                 networks = sum(task.networks for task in setting.tasks.values())
                 what = f"{networks} networks"
                 if setting.expected > 1:
-                    what = f"{setting.running()} of {setting.expected} tasks"
+                    what = f"{setting.running()} of {setting.expected} running"
                 rows.add_row(
                     Text(key, style="bold"), ProgressBar(total=max(total, 1), completed=done, width=bar), steps,
                     f"{what}  {setting.left()}",

@@ -71,6 +71,7 @@ class Proposal:
 
 Objective = Callable[[dict[str, Any]], float]
 Outcome = Mapping[str, Any]  # "value" or None, "error" or None, "seconds"
+OnTrial = Callable[[dict[str, Any], int], None]  # is told a trial, and how many are done
 Evaluate = Callable[[Iterator[Proposal | None]], Iterator[tuple[Proposal, Outcome]]]
 
 
@@ -80,7 +81,7 @@ def sweep(
     trials: int,
     seed: int,
     storage: Path,
-    on_trial: Callable[[dict[str, Any]], None] = lambda trial: None,
+    on_trial: OnTrial = lambda trial, done: None,
 ) -> dict[str, Any]:
     """Maximise ``objective(parameters)`` over ``trials`` trials, counting those a former call left in ``storage``.
 
@@ -97,7 +98,7 @@ def search(
     trials: int,
     seed: int,
     storage: Path,
-    on_trial: Callable[[dict[str, Any]], None] = lambda trial: None,
+    on_trial: OnTrial = lambda trial, done: None,
     ahead: int = 1,
 ) -> dict[str, Any]:
     """:func:`sweep`, whoever tries the proposals.
@@ -114,15 +115,15 @@ def search(
         _same(study, json.loads(json.dumps(described)), storage)
         order = _Order(study, space, trials, seed, ahead)
         for proposal, outcome in evaluate(order.proposals()):
-            for number in order.record(proposal, outcome):
-                on_trial(_trials(study)[number])
+            order.record(proposal, outcome)
+            on_trial(_described(proposal.number, proposal.parameters, outcome), order.told + len(order.known))
         found = _trials(study)[:trials]
     done = [trial for trial in found if trial["state"] == "done"]
     return {"trials": found, "best": max(done, key=lambda trial: float(trial["value"]), default=None), **described}
 
 
 class _Order:
-    """Trials in the order of their numbers: proposed, maybe known, and told to the sampler."""
+    """Trials in the order of their numbers: proposed, then known, and told to the sampler when it is their turn."""
 
     def __init__(self, study: "optuna.Study", space: Space, trials: int, seed: int, ahead: int) -> None:
         self.study, self.space, self.trials, self.seed, self.ahead = study, space, trials, seed, ahead
@@ -130,11 +131,10 @@ class _Order:
         self.open: dict[int, optuna.Trial] = {}  # by our number: optuna's trials that are not told
         self.known: dict[int, Outcome] = {}  # outcomes of some of them
         for trial in study.get_trials(deepcopy=False):
-            if _ended(trial):
+            if _told(trial):
                 self.told += 1
             elif not trial.state.is_finished():
                 self._find(trial)
-        self._tell()
 
     def _find(self, trial: "optuna.trial.FrozenTrial") -> None:
         import optuna
@@ -150,10 +150,10 @@ class _Order:
     def proposals(self) -> Iterator[Proposal | None]:
         """Those a kill cut off, then new ones."""
         for number, trial in sorted(self.open.items()):
-            if number < self.trials and number in self.open and number not in self.known:
+            if number < self.trials and number not in self.known:
                 yield Proposal(number, dict(trial.params))
         while (number := self.told + len(self.open)) < self.trials:
-            yield self._propose(number) if number - self.told < self.ahead else None
+            yield self._propose(number) if self._tell(number - self.ahead + 1) else None
 
     def _propose(self, number: int) -> Proposal:
         import optuna
@@ -163,16 +163,15 @@ class _Order:
         self.open[number] = trial = self.study.ask()
         return Proposal(number, {name: item.suggest(name, trial) for name, item in self.space.items()})
 
-    def record(self, proposal: Proposal, outcome: Outcome) -> list[int]:
-        """Keep an outcome; returns the numbers of the trials that are told now."""
+    def record(self, proposal: Proposal, outcome: Outcome) -> None:
+        """Keep an outcome on the disk."""
         plain = {name: outcome[name] for name in ("value", "error", "seconds")}
         self.open[proposal.number].set_user_attr(_OUTCOME, plain)
         self.known[proposal.number] = plain
-        return self._tell()
 
-    def _tell(self) -> list[int]:
-        before = self.told
-        while (outcome := self.known.pop(self.told, None)) is not None:
+    def _tell(self, number: int) -> bool:
+        """So many trials and no more, or none that is not known; returns whether they are."""
+        while self.told < number and (outcome := self.known.pop(self.told, None)) is not None:
             trial = self.open.pop(self.told)
             trial.set_user_attr("seconds", outcome["seconds"])
             if outcome["error"] is None:
@@ -181,7 +180,7 @@ class _Order:
                 trial.set_user_attr("error", outcome["error"])
                 self.study.tell(trial, state=_state("FAIL"))
             self.told += 1
-        return list(range(before, self.told))
+        return self.told >= number
 
 
 def _in_turn(
@@ -279,12 +278,9 @@ def _part(
             store.finish(key, {"energy": total([before, content["energy"]])})
             yield under_way.pop(task.name), content
 
-    def on_trial(trial: dict[str, Any]) -> None:
-        screen.progress(key, trial["number"] + 1, trials)
-
     found = search(
-        evaluate, space(setting.network), trials, seed, store.folder / f"{key}.trials", on_trial,
-        ahead=2 * engine.slots - 1,
+        evaluate, space(setting.network), trials, seed, store.folder / f"{key}.trials",
+        lambda trial, done: screen.progress(key, done, trials), ahead=2 * engine.slots - 1,
     )  # fmt: skip
     seconds = math.fsum(trial["seconds"] or 0.0 for trial in found["trials"])
     return {**found, "seconds": seconds, "energy": (store.done(key) or {}).get("energy")}
@@ -347,24 +343,29 @@ def _same(study: "optuna.Study", described: dict[str, Any], storage: Path) -> No
         study.set_user_attr(name, value)
 
 
-def _ended(trial: "optuna.trial.FrozenTrial") -> bool:
+def _told(trial: "optuna.trial.FrozenTrial") -> bool:
     return trial.state == _state("COMPLETE") or "error" in trial.user_attrs
 
 
 def _trials(study: "optuna.Study") -> list[dict[str, Any]]:
     """Every trial that came to an end, in order; those a kill cut off do not count."""
-    ended = [trial for trial in study.get_trials(deepcopy=False) if _ended(trial)]
-    return [
-        {
-            "number": number,
-            "parameters": dict(trial.params),
-            "value": trial.value if trial.state == _state("COMPLETE") else None,
-            "state": "done" if trial.state == _state("COMPLETE") else "failed",
-            "error": trial.user_attrs.get("error"),
-            "seconds": trial.user_attrs.get("seconds"),
-        }
-        for number, trial in enumerate(ended)
+    ended = [
+        (trial.params, trial.user_attrs.get(_OUTCOME) or {**trial.user_attrs, "value": trial.value})
+        for trial in study.get_trials(deepcopy=False)
+        if _told(trial) or _OUTCOME in trial.user_attrs
     ]
+    return [_described(number, parameters, outcome) for number, (parameters, outcome) in enumerate(ended)]
+
+
+def _described(number: int, parameters: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
+    return {
+        "number": number,
+        "parameters": dict(parameters),
+        "value": outcome["value"],
+        "state": "done" if outcome.get("error") is None else "failed",
+        "error": outcome.get("error"),
+        "seconds": outcome.get("seconds"),
+    }
 
 
 def _state(name: str) -> "optuna.trial.TrialState":
