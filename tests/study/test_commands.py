@@ -421,6 +421,22 @@ class TestEngine:
             assert run(name, *options, code=2).stderr == f"bmrs: {sentence}\n"
         assert not list(tmp_path.iterdir())
 
+    def test_addresses_of_clients(self):
+        pytest.importorskip("ray")
+        refused = run("table1", "--engine", "ray", "--address", "ray://10.0.0.1:10001", "--dry-run", code=2)
+        assert "on a machine of the cluster" in refused.stderr
+
+    def test_the_tasks_of_a_cluster(self):
+        pytest.importorskip("ray")
+        options = ("--engine", "ray", "--workers", 3, "--seeds-per-task", 2, "--dry-run")
+        shown = table1(*options).stdout
+        assert "a Ray cluster on this machine, 3 at once" in shown
+        assert [line.split()[1] for line in shown.splitlines() if ".seeds" in line] == [
+            "mlp-digits.seeds0-1", "mlp-digits.seeds2-2", "lenet5-digits.seeds0-1", "lenet5-digits.seeds2-2",
+        ]  # fmt: skip
+        elsewhere = json.loads(table1("--engine", "ray", "--address", "auto", "--dry-run", "--json").stdout)
+        assert elsewhere["device"] == "auto"  # what it is there is not known before
+
     def test_without_ray(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "ray", None)
         monkeypatch.delitem(sys.modules, "bmrs.study.engine_ray", raising=False)

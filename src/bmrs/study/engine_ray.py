@@ -57,6 +57,11 @@ class Ray:
     def __init__(
         self, address: str | None = None, workers: int | None = None, *, retries: int = RETRIES, every: float = EVERY
     ) -> None:
+        if address is not None and address.startswith("ray://"):  # such a client is on no machine of the cluster
+            raise ValueError(
+                "--address: give the command on a machine of the cluster, with its own address, as in "
+                f"10.0.0.1:6379 or auto; got '{address}'."
+            )
         self.address, self.workers, self.retries, self.every = address, workers, retries, every
         self.running: dict[str, _Attempt] = {}
         self._kind = ""  # "GPU" or "CPU", what a task takes one of
