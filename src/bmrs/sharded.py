@@ -40,16 +40,16 @@ _REST = "rest"  # of a checkpoint: all that is no distributed tensor, as the byt
 class Sharded:
     """A Pruner's network in shards, on all processes of this group.
 
-    >>> def shard(model):                                     # as without bmrs, and with all settings
-    ...     for block in model.blocks:
-    ...         fully_shard(block)
-    ...     fully_shard(model)
-    >>> pruner = bmrs.Pruner(model, x[:2], optimizer)         # of the plain network, on every process
-    >>> sharded = Sharded(pruner, shard)
-    >>> for epoch in range(epochs):
-    ...     train(model, optimizer)                           # the loop as it was
-    ...     report = sharded.prune()
-    >>> model = sharded.finish()                              # whole and plain, on every process
+        def shard(model):                                     # as without bmrs, and with all settings
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+        pruner = bmrs.Pruner(model, x[:2], optimizer)         # of the plain network, on every process
+        sharded = Sharded(pruner, shard)
+        for epoch in range(epochs):
+            train(model, optimizer)                           # the loop as it was
+            report = sharded.prune()
+        model = sharded.finish()                              # whole and plain, on every process
 
     The network is gathered to the device where it was built: build it on the CPU if one GPU cannot hold it.
     """

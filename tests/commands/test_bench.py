@@ -3,6 +3,7 @@ import torch
 
 import bmrs
 from bmrs.inspection import make_model
+from bmrs.study import timing
 from tests.commands.made import answer, run, user_files
 
 
@@ -23,7 +24,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("bmrs.study.timing.BUDGET", 100.0)
+    monkeypatch.setattr(timing, "BUDGET", 100.0)
 
 
 def test_the_small_network_is_measured_beside_the_whole_one(place):

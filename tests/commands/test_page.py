@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-import bmrs
+from bmrs.study import timing
 from tests.commands.made import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
 def test_every_command_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bmrs.study.timing, "BUDGET", 100.0)
+    monkeypatch.setattr(timing, "BUDGET", 100.0)
     text = PAGE.read_text()
     for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(code)

@@ -279,8 +279,11 @@ class TestClock:
             taken.peak = max(taken.peak, taken.now + 12 * 2**20)
 
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: taken.now)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: taken.peak)
+        names = {"current": "now", "peak": "peak"}
+        monkeypatch.setattr(
+            torch.cuda, "memory_stats",
+            lambda: {f"requested_bytes.all.{name}": getattr(taken, own) for name, own in names.items()},
+        )  # fmt: skip
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(taken, "peak", taken.now))
         assert Turn(prepare, run).peak_mib(GPU) == 12.0
         assert Turn(prepare, run).peak_mib(CPU) is None
