@@ -3,18 +3,14 @@
 So nothing else that draws disturbs them, every process has its own, and a run is resumed by two integers.
 """
 
-import torch
 from torch import distributed
 
 _MASK = (1 << 64) - 1
-_generators: dict[torch.device, torch.Generator] = {}
 
 
-def generator(device: torch.device, seed: int, rank: int, draw: int) -> torch.Generator:
-    """Set to this draw's beginning."""
-    if device not in _generators:
-        _generators[device] = torch.Generator(device)
-    return _generators[device].manual_seed(_mixed(_mixed(_mixed(seed) ^ rank) ^ draw) >> 1)
+def key(seed: int, rank: int) -> int:
+    """What names the draws of one process, in 32 bits."""
+    return _mixed(_mixed(seed & _MASK) ^ rank) >> 32
 
 
 def rank() -> int:

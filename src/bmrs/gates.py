@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from bmrs.scaling import scale
 from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.listing import Structure
 from bmrs.structure.multihead import MultiheadForward
@@ -26,13 +27,22 @@ class ConsumerGate:
 
     def __init__(self, bank: "NoiseBank", module: nn.Module, name: str, dim: int, columns: Tensor) -> None:
         self.bank, self.module, self.name, self.dim, self.columns = bank, module, name, dim, columns
+        self.layer, self.each = _one_layer(columns, bank.layers)
+
+    def gates(self) -> tuple[Tensor, int]:
+        """The gates of this pass, [rows, ...], and how many columns in a row each of them has."""
+        if self.layer is not None:
+            return self.bank.theta(self.layer), self.each
+        return self.factors(self.bank.current()), 1
 
     def factors(self, theta: Tensor) -> Tensor:
         """θ of every column, [rows, columns]; a column of several structures has the product of their gates."""
+        if self.columns.device != theta.device:
+            self.columns = self.columns.to(theta.device)
         padded = torch.cat([theta, torch.ones_like(theta[:, :1])], dim=1)  # -1 finds the one at the end
-        result = padded[:, self.columns[0].to(theta.device)]
+        result = padded[:, self.columns[0]]
         for units in self.columns[1:]:
-            result = result * padded[:, units.to(theta.device)]
+            result = result * padded[:, units]
         return result
 
     @property
@@ -55,22 +65,12 @@ class InputGate(ConsumerGate):
         if self.bank.paused:
             return args
         x = args[0]
-        theta = self.factors(self.bank.current())
+        theta, each = self.gates()
         at = _channel_dim(module, x)
-        if isinstance(module, nn.modules.conv._ConvNd) and not module.transposed:
-            theta = theta.repeat(1, module.groups)  # a column stands for the same place in every group
-        if len(theta) > 1 and len(theta) != x.shape[0]:
-            theta = self._per_row(theta, x.shape[0])
-        shape = [1] * x.dim()
-        shape[0], shape[at] = len(theta), theta.shape[1]  # an input without a batch has one row of gates
-        return (x * theta.reshape(shape).to(x.dtype), *args[1:])
-
-    @staticmethod
-    def _per_row(theta: Tensor, rows: int) -> Tensor:
-        """Windows or patches of one example lie one after the other, and share its gates; what belongs to no example,
-        such as a table of positions, has one set of gates for the batch.
-        """
-        return theta[:1] if rows % len(theta) else theta.repeat_interleave(rows // len(theta), dim=0)
+        if isinstance(module, nn.modules.conv._ConvNd) and not module.transposed and module.groups > 1:
+            # A column stands for the same place in every group.
+            theta, each = theta.repeat_interleave(each, dim=1).repeat(1, module.groups), 1
+        return (scale(x, _per_row(theta, x, at), at, each), *args[1:])
 
 
 class OutputGate(ConsumerGate):
@@ -80,13 +80,30 @@ class OutputGate(ConsumerGate):
         """As a forward hook. A narrow layer's own hook, which puts its output back at its indices, runs after this."""
         if self.bank.paused:
             return output
-        theta = self.factors(self.bank.current())
+        theta, each = self.gates()
         at = 1 if isinstance(module, nn.modules.conv._ConvNd | nn.modules.batchnorm._BatchNorm) else output.dim() - 1
-        if len(theta) > 1 and len(theta) != output.shape[0]:
-            theta = InputGate._per_row(theta, output.shape[0])
-        shape = [1] * output.dim()
-        shape[0], shape[at] = len(theta), theta.shape[1]
-        return output * theta.reshape(shape).to(output.dtype)
+        return scale(output, _per_row(theta, output, at), at, each)
+
+
+def _per_row(theta: Tensor, x: Tensor, at: int) -> Tensor:
+    """Gates for the rows of a tensor. Windows or patches of one example lie one after the other, and share its gates;
+    what belongs to no example, such as a table of positions, has one set of gates for the batch.
+    """
+    rows = x.shape[0] if at else 1  # an input without a batch has one row
+    if len(theta) in (1, rows):
+        return theta
+    return theta[:1] if rows % len(theta) else theta.repeat_interleave(rows // len(theta), dim=0)
+
+
+def _one_layer(columns: Tensor, layers: Mapping[str, slice]) -> tuple[str | None, int]:
+    """The layer of which the columns are all the units in their order, each so many times in a row; None if not so."""
+    if len(columns) == 1:
+        first, last = int(columns.min()), int(columns.max())
+        name = next((n for n, layer in layers.items() if (layer.start, layer.stop - 1) == (first, last)), None)
+        each = columns.shape[1] // (last - first + 1)
+        if name is not None and torch.equal(columns[0], torch.arange(first, last + 1).repeat_interleave(each)):
+            return name, each
+    return None, 1
 
 
 class WeightGate(ConsumerGate):
@@ -117,8 +134,11 @@ class WeightGate(ConsumerGate):
         return True
 
     def _multiplied(self, theta: Tensor) -> Tensor:
-        shape = [-1 if d == self.dim else 1 for d in range(self.weight.dim())]
-        return self.weight * self.factors(theta[:1])[0].to(self.weight.dtype).reshape(shape)
+        if theta is self.bank._theta and self.layer is not None:
+            columns = self.bank.theta(self.layer)[:1].repeat_interleave(self.each, dim=1)
+        else:
+            columns = self.factors(theta[:1])
+        return scale(self.weight, columns, self.dim)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_product": None}
@@ -145,9 +165,7 @@ class Gate:
                 f"the gates of '{self.name}' have {units} units for {rows} examples and do not fit an output of "
                 f"shape {tuple(x.shape)} along dimension {self.dim}."
             )
-        shape = [1] * x.dim()
-        shape[0], shape[self.dim] = rows, units
-        return x * theta.reshape(shape).to(x.dtype)
+        return scale(x, theta, self.dim)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """As a forward hook."""
@@ -204,6 +222,7 @@ def consumer_gates(
     for name, first in canonical_names(model).items():
         names.setdefault(first, []).append(name)
     gates: list[ConsumerGate] = []
+    per_example = bank.noise == "example"  # what is alike in all examples is less work on weights
     seen: set[tuple[int, str, int]] = set()
     for place in dict.fromkeys(place for structure in structures for place in structure.consumers):
         first, dim = place
@@ -222,7 +241,11 @@ def consumer_gates(
             if branch is not None:
                 kind: type[ConsumerGate] = OutputGate
             else:
-                kind = InputGate if _takes_input(module, leaf, dim) and _is_called(model, path) else WeightGate
+                kind = (
+                    InputGate
+                    if per_example and _takes_input(module, leaf, dim) and _is_called(model, path)
+                    else WeightGate
+                )
             gates.append(kind(bank, module, leaf, dim, columns))
     return gates
 

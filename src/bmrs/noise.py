@@ -14,9 +14,8 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
-from bmrs import _checks, chance, parallel
+from bmrs import _checks, chance, draws, parallel
 from bmrs.gates import Again, ConsumerGate, Gate, InputGate, OutputGate, WeightGate, consumer_gates
 from bmrs.posterior import LOG_A, LOG_B, TruncatedLogNormal
 from bmrs.structure.listing import Structure, Structures
@@ -78,9 +77,12 @@ class NoiseBank(nn.Module):
         self.register_buffer("alive", torch.ones(total, dtype=torch.bool))
         self.seed = torch.initial_seed() if seed is None else int(seed)
         self.rank: int | None = None  # of the process, where it is not the one torch.distributed says
-        self.draws = self.steps = 0  # draws made, and optimizer steps a Pruner has seen
+        # Draws made, and optimizer steps a Pruner has seen: on the device, where a recorded graph can count them.
+        self._draws, self._steps = torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
+        self._known: tuple[Any, ...] = ()  # what the two below were made for
+        self._seeds, self._numbers = torch.zeros(1, dtype=torch.long), torch.arange(total)[None]
         self._theta: Tensor | None = None
-        self._drawn = False  # for the pass that begins, by whoever called
+        self._parts: dict[str, Tensor] = {}  # of it, one for each layer
         self._runs_again = False  # a part of this pass, with gradients: activation checkpointing of the reentrant kind
         self._root: nn.Module | None = None
         self._hooks: list[Any] = []
@@ -88,6 +90,7 @@ class NoiseBank(nn.Module):
         self._inside = 0  # passes of the network that are running
         self.optimizers: list[torch.optim.Optimizer] = []  # whose state goes along when a state dict is loaded
         self._consumers: list[ConsumerGate] = []
+        self._weights: list[WeightGate] = []  # those of them
         # As it was when attached: units of each structure, where its gates began, and how many there were in all.
         self._units: dict[str, list[int]] = {}
         self._first = {name: layer.start for name, layer in self.layers.items()}
@@ -125,6 +128,7 @@ class NoiseBank(nn.Module):
         if reference is not None:
             bank.to(reference.device)
         bank.train(model.training)
+        bank._ready()
         model.add_module(GATES, bank)
         # Kept out of the module tree: the bank is the model's child, not its parent.
         object.__setattr__(bank, "_root", model)
@@ -147,6 +151,7 @@ class NoiseBank(nn.Module):
             hook.remove()
         assert self._root is not None
         self._consumers = consumer_gates(self, self._root, structures, self.layers)
+        self._weights = [gate for gate in self._consumers if isinstance(gate, WeightGate)]
         self._gate_hooks = []
         rows: dict[nn.Module, OutputGate] = {}
         for gate in self._consumers:
@@ -159,11 +164,10 @@ class NoiseBank(nn.Module):
         # Activation checkpointing runs a part of the network again: a part that holds a gated weight puts it in place.
         paths = {id(module): path for path, module in self._root.named_modules()}
         parts: dict[nn.Module, list[WeightGate]] = {}
-        for gate in self._consumers:
-            if isinstance(gate, WeightGate):
-                names = paths[id(gate.module)].split(".")
-                for end in range(1, len(names) + 1):
-                    parts.setdefault(self._root.get_submodule(".".join(names[:end])), []).append(gate)
+        for gate in self._weights:
+            names = paths[id(gate.module)].split(".")
+            for end in range(1, len(names) + 1):
+                parts.setdefault(self._root.get_submodule(".".join(names[:end])), []).append(gate)
         for module, gates in parts.items():
             again = Again(self, gates)
             self._gate_hooks.append(module.register_forward_pre_hook(again.before))
@@ -173,7 +177,7 @@ class NoiseBank(nn.Module):
         """Take all gates off; the network computes without θ from now on."""
         for hook in (*self._hooks, *self._gate_hooks):
             hook.remove()
-        self._hooks, self._gate_hooks, self._consumers = [], [], []
+        self._hooks, self._gate_hooks, self._consumers, self._weights = [], [], [], []
         self.paused = True  # whoever still holds it as a follower
         if self._root is not None:
             delattr(self._root, GATES)
@@ -282,7 +286,8 @@ class NoiseBank(nn.Module):
             first = self._first[structure.name]
             at = {unit: place for place, unit in enumerate(self._units[structure.name])}
             kept += [first + at[unit] for unit in structure.kept]
-        self.layers, self._theta, self._kept = layers, None, kept
+        self.layers, self._kept = layers, kept
+        self._hold(None)
         self._place(mine)
         return kept
 
@@ -309,22 +314,61 @@ class NoiseBank(nn.Module):
             kl = kl * prices.to(kl)
         return torch.where(self.alive, kl, 0.0).sum()
 
-    @_disable_dynamo  # a graph cannot set a generator: it is left for the draw, which is then that of any other pass
     def draw(self, batch_size: int) -> Tensor:
         """One draw of every gate: [batch_size, units], or [1, units] for noise per batch."""
-        self.draws += 1
+        self._ready()
         self._runs_again = False
-        self._theta = self._last_draw(batch_size if self.noise == "example" else 1)
-        return self._theta
+        theta = self._draw_number(self._draws, batch_size if self.noise == "example" else 1)
+        self._draws.add_(1)
+        self._hold(theta)
+        return theta
 
-    def _last_draw(self, rows: int) -> Tensor:
-        rank = chance.rank() if self.rank is None else self.rank
-        generator = chance.generator(self.mu.device, self.seed, rank, self.draws - 1)
-        return self.posterior().rsample((rows,), generator) * self.alive
+    def _draw_number(self, number: Tensor, rows: int) -> Tensor:
+        mu, log_sigma = (parallel.everyones(own)[None] for own in (self.mu, self.log_sigma))
+        return draws.draw(
+            mu, log_sigma, self.alive[None], self._seeds, number, self._numbers, rows, self.log_a, self.log_b
+        )[0]
+
+    def _hold(self, theta: Tensor | None) -> None:
+        """The gates from now on; one split and not many slices, since its gradient is one concatenation."""
+        sizes = [layer.stop - layer.start for layer in self.layers.values()]
+        self._theta = theta
+        self._parts = {} if theta is None else dict(zip(self.layers, theta.split(sizes, dim=1), strict=True))
+
+    def _ready(self) -> None:
+        """What every draw needs beside φ, where φ is."""
+        device, rank = self.mu.device, chance.rank() if self.rank is None else self.rank
+        wanted = (self.seed, rank, len(self.mu), device)
+        if self._known == wanted:
+            return
+        with torch.inference_mode(False):
+            self._seeds = torch.tensor([chance.key(self.seed, rank)], device=device)
+            self._numbers = torch.arange(len(self.mu), device=device)[None]
+            self._draws, self._steps = self._draws.to(device), self._steps.to(device)
+        self._known = wanted
+
+    @property
+    def draws(self) -> int:
+        """How many were made."""
+        return int(self._draws)
+
+    @draws.setter
+    def draws(self, number: int) -> None:
+        self._draws.fill_(number)
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps a Pruner has seen."""
+        return int(self._steps)
+
+    @steps.setter
+    def steps(self, number: int) -> None:
+        self._steps.fill_(number)
 
     def mean(self) -> Tensor:
         """E[θ] of every unit, 0 for those removed."""
-        return self.posterior().mean() * self.alive
+        mu, log_sigma = (parallel.everyones(own.detach()) for own in (self.mu, self.log_sigma))
+        return draws.mean(mu, log_sigma, self.log_a, self.log_b) * self.alive
 
     def current(self) -> Tensor:
         """The gates of this pass, all layers: [batch_size or 1, units]."""
@@ -334,7 +378,7 @@ class NoiseBank(nn.Module):
             if not torch.is_grad_enabled():
                 self._runs_again = True
             # What runs again inside a backward pass has a backward pass of its own, and needs a graph of its own.
-            return self._last_draw(len(self._theta)) if self.recomputing else self._theta
+            return self._draw_number(self._draws - 1, len(self._theta)) if self.recomputing else self._theta
         if self.training:
             raise RuntimeError(
                 "no gates have been drawn: call the model the NoiseBank is attached to, or draw(batch_size) first."
@@ -348,7 +392,8 @@ class NoiseBank(nn.Module):
 
     def theta(self, name: str) -> Tensor:
         """The current gates of one layer: [batch_size or 1, units]."""
-        return self.current()[:, self.layers[name]]
+        theta = self.current()
+        return self._parts[name] if theta is self._theta else theta[:, self.layers[name]]
 
     @torch.no_grad()
     def remove(self, units: Tensor) -> None:
@@ -376,50 +421,37 @@ class NoiseBank(nn.Module):
     def units_left(self) -> dict[str, int]:
         return {name: int(self.alive[layer].sum()) for name, layer in self.layers.items()}
 
-    def draw_outside(self, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """As a forward pre-hook of a compiled network: its graph finds the gates drawn."""
-        if self.training and not self.paused:
-            self.draw(_batch_size(args, kwargs))
-            self._drawn = True
-
-    def drawn_outside(self, wrapper: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """As the forward hook that belongs to it."""
-        self._drawn = False
-
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.paused:
             return
         if not torch.compiler.is_compiling():
             self._inside += 1
         if self.training:
-            if not self._drawn:
-                self.draw(_batch_size(args, kwargs))
+            self.draw(_batch_size(args, kwargs))
         else:
-            self._theta = self.mean()[None]
-        for gate in self._consumers:
-            if isinstance(gate, WeightGate):
-                gate.leave()  # gates of a pass around this one, as Lightning makes them: this one has its own
-                if not gate.parted:
-                    gate.enter()
+            self._hold(self.mean()[None])
+        for gate in self._weights:
+            gate.leave()  # gates of a pass around this one, as Lightning makes them: this one has its own
+            if not gate.parted:
+                gate.enter()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling():
             self._inside = max(0, self._inside - 1)
-        for gate in self._consumers:
-            if isinstance(gate, WeightGate):
-                gate.leave()
+        for gate in self._weights:
+            gate.leave()
         # A training draw stays until the next one: activation checkpointing recomputes with it. An evaluation
         # mean goes, so that whoever calls a part of the network later does not meet a stale one.
         if not self.training:
-            self._theta = None
+            self._hold(None)
 
     def train(self, mode: bool = True) -> Self:
-        self._theta = None
+        self._hold(None)
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
         # A draw belongs to one pass and carries its graph: copies and pickles start without.
-        return {**self.__dict__, "_theta": None, "_owner": None, "optimizers": []}
+        return {**self.__dict__, "_theta": None, "_parts": {}, "_owner": None, "optimizers": []}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # Steps of log σ are lost in 16 bits: where the network is converted, the gates only move.

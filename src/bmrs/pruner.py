@@ -14,6 +14,7 @@ from bmrs import _checks, parallel
 from bmrs.checkpoint import unwrapped
 from bmrs.criteria import BMRS_N, Criterion, Units
 from bmrs.decision import chosen_by, norms, spare, uncross
+from bmrs.draws import kl_gradient
 from bmrs.evidence import spike
 from bmrs.noise import Noise, NoiseBank
 from bmrs.price import KINDS, Price, of_structures
@@ -121,14 +122,13 @@ class Pruner:
         except Exception:
             self._take_off()
             raise
+        self._paid: tuple[Sequence[int], Tensor] = [], self._prices  # of the units that are left
         self._steps: GateSteps | None = None
         self._copies: list[nn.Module] = []
-        self._compiled: list[Any] = []
         self._snapshot: dict[str, Any] | None = None
         self.finished = False
         self._remember()
         self.follow(*optimizers)
-        self._follow_wrappers(model)
         parallel.rewrap(self.model)
         log.info("gates on %d units of %d structures", len(self.bank.mu), len(self._gated))
 
@@ -143,9 +143,9 @@ class Pruner:
                 self._follow_optimizer(raw(other))
             elif not isinstance(other, nn.Module):
                 raise TypeError(f"only optimizers and networks can be followed; got {type(other).__name__}.")
-            elif any(module is self.model for module in other.modules()):
-                self._follow_wrappers(other)
-            elif all(other is not known for known in self._copies):
+            elif all(module is not self.model for module in other.modules()) and all(
+                other is not known for known in self._copies
+            ):
                 self._check_copy(other)
                 self._copies.append(other)
 
@@ -184,21 +184,6 @@ class Pruner:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("optimizer must keep its state per parameter, which LBFGS does not: use another one.")
 
-    def _follow_wrappers(self, model: nn.Module) -> None:
-        """A compiled graph draws no gates, so that they are drawn around it."""
-        inner: Any = model
-        while inner is not self.model and isinstance(inner, nn.Module):
-            if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
-                if all(inner is not known for known in self._compiled):
-                    self._compiled.append(inner)
-                    self.bank._hooks += [
-                        inner.register_forward_pre_hook(self.bank.draw_outside, with_kwargs=True),
-                        inner.register_forward_hook(self.bank.drawn_outside, always_call=True),
-                    ]
-                inner = inner._orig_mod
-            else:
-                inner = getattr(inner, "module", None)
-
     def _check_copy(self, copied: nn.Module) -> None:
         network = next((module for module in copied.modules() if GATES in module._modules), None)
         if network is None or _bank(network)._units != self.bank._units:
@@ -215,26 +200,38 @@ class Pruner:
         return [next(m for m in copied.modules() if GATES in m._modules) for copied in self._copies]
 
     def _after_step(self) -> None:
-        self.bank.steps += 1
+        self.bank._steps.add_(1)
 
     # --- the KL -------------------------------------------------------------------------------------------------------
 
     @property
     def prices(self) -> Tensor:
         """Of the units still there: each one's share of the KL, set once for the whole network."""
-        kept = torch.tensor(self.bank._kept, device=self._prices.device)
-        return self._prices[kept].to(self.bank.mu.device)
+        if self._paid[0] is not self.bank._kept or self._paid[1].device != self.bank.mu.device:
+            kept = torch.tensor(self.bank._kept, device=self._prices.device)
+            self._paid = self.bank._kept, self._prices[kept].to(self.bank.mu.device)
+        return self._paid[1]
 
     def kl(self) -> Tensor:
         """Σᵢ priceᵢ·KLᵢ, with the weight the warm-up gives it now. Its gradient is added at every optimizer step; with
         ``add_kl=False`` add this to the loss.
         """
-        weight = min(1.0, (self.bank.steps + 1) / self.warmup) if self.warmup else 1.0
-        return weight * self.bank.kl(self.prices)
+        return self._weight() * self.bank.kl(self.prices)
+
+    def _weight(self) -> Tensor | float:
+        """The share of the KL's weight that the warm-up gives it now."""
+        return ((self.bank._steps + 1) / self.warmup).clamp(max=1.0) if self.warmup else 1.0
 
     def _kl_gradient(self) -> Sequence[Tensor]:
-        with torch.enable_grad():
-            return torch.autograd.grad(self.kl(), [self.bank.mu, self.bank.log_sigma])
+        """Of :meth:`kl`."""
+        bank = self.bank
+        phi = [bank.mu, bank.log_sigma]
+        if _checks.in_shards(bank):
+            with torch.enable_grad():
+                return torch.autograd.grad(self.kl(), phi)
+        with torch.no_grad():  # in closed form
+            weights = self._weight() * (self.prices.to(bank.mu.dtype) * bank.alive)
+            return [weights * slope for slope in kl_gradient(bank.mu, bank.log_sigma, bank.log_a, bank.log_b)]
 
     # --- what units are worth -----------------------------------------------------------------------------------------
 

@@ -136,9 +136,9 @@ class GateSteps:
             return
         # Fused optimizers undo the scaling of a GradScaler themselves, and see scaled gradients until then.
         scale = getattr(self.optimizer, "grad_scale", None)
-        sign = -1.0 if self.optimizer.param_groups[self._home].get("maximize") else 1.0
+        down = not self.optimizer.param_groups[self._home].get("maximize")
         for own, gradient in zip(self.phi, self.gradient(), strict=True):
-            gradient = sign * gradient.to(own)
+            gradient = gradient.to(own) if down else -gradient.to(own)
             if scale is not None:
                 gradient = gradient * scale.to(own)
             own.grad = gradient if own.grad is None else own.grad.add_(gradient)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bmrs.study import draws
+from bmrs import draws
 from bmrs.study.operations import conv2d, max_pool2d
 
 pytestmark = [
@@ -62,7 +62,7 @@ def test_draws_are_the_exact_ones_up_to_rounding():
     slope = torch.randn_like(theta)
     got = torch.autograd.grad(theta, (mu, log_sigma), slope)
     u = draws.uniforms(seeds, step, numbers, examples)
-    want, by_mu, by_log_sigma = draws._exact(mu.detach().double(), log_sigma.detach().double(), alive, u)
+    want, by_mu, by_log_sigma = draws.exact(mu.detach().double(), log_sigma.detach().double(), alive, u)
     assert torch.isfinite(theta).all()
     assert (theta[(~alive)[:, None].expand_as(theta)] == 0).all()
     torch.testing.assert_close(theta.double(), want, rtol=2e-3, atol=1e-7)

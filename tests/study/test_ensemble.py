@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bmrs
-from bmrs.study import draws
+from bmrs import draws
 from bmrs.study.ensemble import Ensemble
 from bmrs.study.settings import Setting
 from bmrs.study.stack import Stack

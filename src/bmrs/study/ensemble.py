@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmrs.draws import kl_gradient
 from bmrs.structure import Structure
-from bmrs.study.draws import kl_gradient
 from bmrs.study.stack import Stack
 from bmrs.study.stacked_gates import START, Gates, columns_each
 

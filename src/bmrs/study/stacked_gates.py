@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmrs.posterior import TruncatedLogNormal
+from bmrs.draws import draw, mean
 from bmrs.structure import Structure
-from bmrs.study.draws import draw
 from bmrs.study.stack import Stack
 
 START = -5.0  # where every gate's log σ begins
@@ -76,7 +75,7 @@ class Gates(nn.Module):
         """E[θ] in every room, 0 where a unit is gone."""
         if not self.noisy:
             return self.alive.to(self.mu.dtype)
-        return TruncatedLogNormal(self.mu, self.log_sigma, validate=False).mean() * self.alive
+        return mean(self.mu, self.log_sigma) * self.alive
 
     def draw(self, step: Tensor, examples: int) -> Tensor:
         """θ for a batch of every member."""

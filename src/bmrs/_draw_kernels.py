@@ -1,4 +1,4 @@
-"""Triton kernels of stacked gates: draws in float32, finite everywhere and as accurate as training needs, and the KL's
+"""Triton kernels of gates: draws in float32, finite everywhere and as accurate as training needs; means and the KL's
 gradient in float64.
 
 The forms are those of :mod:`bmrs._truncated`. Of the draws, what float32 cannot hold is cut off: exponents end at ±80,
@@ -15,15 +15,16 @@ from bmrs.posterior import LOG_A, LOG_B, LOG_SIGMA_RANGE
 
 
 def draw(
-    mu: Tensor, log_sigma: Tensor, alive: Tensor, seeds: Tensor, step: Tensor, units: Tensor, examples: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    mu: Tensor, log_sigma: Tensor, alive: Tensor, seeds: Tensor, step: Tensor, units: Tensor, examples: int,
+    low: float = LOG_A, high: float = LOG_B,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     members, number = mu.shape
-    out = torch.empty(3, members, examples, number, device=mu.device)
+    out = [torch.empty(members, examples, number, device=mu.device) for _ in range(3)]
     block_u, block_e = min(128, triton.next_power_of_2(number)), 4
     grid = (triton.cdiv(examples, block_e), triton.cdiv(number, block_u), members)
     _draw[grid](
         mu, log_sigma, alive, seeds, step, units, out[0], out[1], out[2], examples, number,
-        LOG_A, LOG_B, *LOG_SIGMA_RANGE, EXAMPLES=block_e, UNITS=block_u, num_warps=4,
+        low, high, *LOG_SIGMA_RANGE, EXAMPLES=block_e, UNITS=block_u, num_warps=4,
     )  # fmt: skip
     return out[0], out[1], out[2]
 
@@ -39,14 +40,24 @@ def sums(grad: Tensor, by_mu: Tensor, by_log_sigma: Tensor) -> tuple[Tensor, Ten
     return to_mu, to_log_sigma
 
 
-def kl_gradient(mu: Tensor, log_sigma: Tensor) -> tuple[Tensor, Tensor]:
+def kl_gradient(mu: Tensor, log_sigma: Tensor, low: float = LOG_A, high: float = LOG_B) -> tuple[Tensor, Tensor]:
     """∂KL/∂μ and ∂KL/∂log σ of every gate."""
     mu, log_sigma = mu.contiguous(), log_sigma.contiguous()
     by_mu, by_log_sigma = torch.empty_like(mu), torch.empty_like(mu)
     _kl_gradient[(triton.cdiv(mu.numel(), 128),)](
-        mu, log_sigma, by_mu, by_log_sigma, mu.numel(), LOG_A, LOG_B, *LOG_SIGMA_RANGE, BLOCK=128, num_warps=4
+        mu, log_sigma, by_mu, by_log_sigma, mu.numel(), low, high, *LOG_SIGMA_RANGE, BLOCK=128, num_warps=4
     )
     return by_mu, by_log_sigma
+
+
+def mean(mu: Tensor, log_sigma: Tensor, low: float = LOG_A, high: float = LOG_B) -> Tensor:
+    """E[θ] of every gate."""
+    mu, log_sigma = mu.contiguous(), log_sigma.contiguous()
+    result = torch.empty_like(mu)
+    _mean[(triton.cdiv(mu.numel(), 128),)](
+        mu, log_sigma, result, mu.numel(), low, high, *LOG_SIGMA_RANGE, BLOCK=128, num_warps=4
+    )
+    return result
 
 
 @triton.jit
@@ -71,7 +82,7 @@ def _excess(t):
     return tl.where(t > 15.0, series, direct)
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["examples", "number"])
 def _draw(
     mu, log_sigma, alive, seeds, step, units, theta, by_mu, by_log_sigma, examples, number,
     low, high, least, most, EXAMPLES: tl.constexpr, UNITS: tl.constexpr,
@@ -148,7 +159,7 @@ def _draw(
     tl.store(by_log_sigma + to, value * width, mask)
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["examples", "number"])
 def _sums(
     grad, by_mu, by_log_sigma, to_mu, to_log_sigma, examples, number, EXAMPLES: tl.constexpr, UNITS: tl.constexpr
 ):
@@ -229,3 +240,39 @@ def _kl_gradient(mu, log_sigma, by_mu, by_log_sigma, number, low, high, least, m
     free = (raw >= least) & (raw <= most)
     tl.store(by_mu + at, (tl.where(t < 0.0, mu_in, mu_out) / s).to(tl.float32), at < number)
     tl.store(by_log_sigma + at, tl.where(free, tl.where(t < 0.0, sigma_in, sigma_out), 0.0).to(tl.float32), at < number)
+
+
+@triton.jit
+def _outer(t, length):
+    """The log of a normal's mass from t ≥ 0 on over this length, plus t²/2."""
+    rate, _, _ = _hazard(t)
+    far, _, _ = _hazard(t + length)
+    share = _vanishing_exp(-length * (t + 0.5 * length)) * rate / far
+    return tl.log(0.3989422804014327 / rate) + libdevice.log1p(-share)
+
+
+@triton.jit
+def _inner(a, b):
+    """The log of a normal's mass between bounds with 0 between them."""
+    under = 0.5 * libdevice.erfc(tl.maximum(a, -37.0) * -0.7071067811865476)
+    over = 0.5 * libdevice.erfc(tl.maximum(-b, -37.0) * -0.7071067811865476)
+    narrow = 0.5 * (libdevice.erf(b * 0.7071067811865476) - libdevice.erf(a * 0.7071067811865476))
+    return tl.where(b - a > 4.0, libdevice.log1p(-under - over), tl.log(narrow))
+
+
+@triton.jit(do_not_specialize=["number"])
+def _mean(mu, log_sigma, result, number, low, high, least, most, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.load(mu + at, at < number, 0.0).to(tl.float64)
+    raw = tl.load(log_sigma + at, at < number, 0.0)
+    s = tl.exp(tl.minimum(tl.maximum(raw, least), most).to(tl.float64))
+    a, b, length = (low - m) / s, (high - m) / s, (high - low) / s
+    a1, b1 = a - s, b - s  # θ tilts the normal by σ: the mean is a ratio of two masses
+    t, t1 = tl.maximum(a, -b), tl.maximum(a1, -b1)
+    tilted, plain = _outer(tl.maximum(t1, 0.0), length), _outer(tl.maximum(t, 0.0), length)
+    within = _inner(a1, b1)
+    inside = tl.where(t1 < 0.0, m + 0.5 * s * s + within, high - 0.5 * b * b + tilted) - _inner(a, b)
+    beyond = tl.where(-b1 > a1, -0.5 * length * (a1 + b1), 0.0)
+    below = low + tl.where(t1 < 0.0, 0.5 * a1 * a1 + within, tilted + beyond) - plain
+    found = tl.where(t < 0.0, inside, tl.where(-b >= a, high + tilted - plain, below))
+    tl.store(result + at, tl.exp(found).to(tl.float32), at < number)

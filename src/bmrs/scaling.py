@@ -1,0 +1,99 @@
+"""What a gate does to a tensor: x·θ, with θ per example and unit.
+
+On a GPU the two gradients are one kernel, which reads what came in and what comes back once. Elsewhere, and for the
+small, plain torch computes the same.
+"""
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from bmrs import native
+
+FEW = 1 << 16  # numbers, below which starting a kernel of ours costs the processor more than it saves the GPU
+
+
+def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1) -> Tensor:
+    """x times θ, in the precision of ``x``. ``theta``: [examples or 1, units]; examples are dimension 0 of ``x``, and
+    unit n has the ``each`` indices from n·each on along ``dim``.
+
+    >>> scale(torch.ones(2, 6), torch.tensor([[1.0, 2.0, 3.0]]), dim=1, each=2)
+    tensor([[1., 1., 2., 2., 3., 3.],
+            [1., 1., 2., 2., 3., 3.]])
+    """
+    if _by_kernels(x, theta):
+        laid = _laid_out(x, dim, each)
+        if laid is not None:
+            result: Tensor = _Scale.apply(x, theta, *laid)
+            return result
+    if each == 1 and theta.shape == x.shape:  # a view less to go back through
+        result = x * theta
+        return result.to(x.dtype)
+    shape = [1] * (x.dim() + (each > 1))
+    shape[0] = len(theta)
+    shape[dim] = theta.shape[1]  # the last word, where a tensor of one example has units along dimension 0
+    if each == 1:
+        product: Tensor = x * theta.reshape(shape)
+        return product.to(x.dtype)
+    product = x.unflatten(dim, (theta.shape[1], each)) * theta.reshape(shape)
+    return product.to(x.dtype).flatten(dim, dim + 1)
+
+
+def _by_kernels(x: Tensor, theta: Tensor) -> bool:
+    if not x.is_cuda or not theta.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if len(theta) != len(x) or x.dtype == torch.float64 or theta.dtype != torch.float32 or not x.numel():
+        return False
+    # A graph that is being recorded starts kernels for nothing later on.
+    worth = x.numel() >= FEW or torch.cuda.is_current_stream_capturing()
+    return worth and x.numel() < 1 << 31 and _kernels() is not None
+
+
+@cache
+def _kernels() -> Any:
+    """The module of Triton's kernels; None where Triton is not installed, or not wanted."""
+    if not native.wanted():
+        return None
+    try:
+        from bmrs import _scale_kernels
+    except ImportError:
+        return None
+    return _scale_kernels
+
+
+def _laid_out(x: Tensor, dim: int, each: int) -> tuple[int, int, int] | None:
+    """How ``x`` lies in memory without gaps, [examples, before, units, after]: the last three sizes. None: otherwise.
+
+    One of "before" and "after" must be 1: pixels lie behind the channels, or in front of them in channels-last.
+    """
+    units = x.shape[dim] // each
+    if x.is_contiguous():
+        before, after = prod(x.shape[1:dim]), each * prod(x.shape[dim + 1 :])
+    elif dim == 1 and each == 1 and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        before, after = x.shape[2] * x.shape[3], 1
+    else:
+        return None
+    return (before, units, after) if dim and (before == 1 or after == 1) else None
+
+
+class _Scale(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, theta: Tensor, before: int, units: int, after: int) -> Tensor:
+        ctx.save_for_backward(x, theta)
+        ctx.sizes = before, units, after
+        product: Tensor = _kernels().forward(x, theta, before, units, after)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, theta = ctx.saved_tensors
+        if grad.stride() != x.stride():  # so that both can be read as they lie
+            grad = torch.empty_like(x).copy_(grad)
+        to_x, to_theta = _kernels().backward(grad, x, theta, *ctx.sizes)
+        return to_x, to_theta, None, None, None
