@@ -138,7 +138,7 @@ def checks(folder):
         "conv": pair("conv"),
         "transformer": pair("transformer", clip=True),
         "recomputed": pair("recomputed", late=True),
-        "gradients decide": pair("conv", criterion=bmrs.Gradient(0.75, 0.2)),
+        "gradients decide": pair("conv", criterion=bmrs.Gradient(2.0, 0.05)),
         "per batch": pair("transformer", noise="batch"),
         "replicated": pair("conv", shard=partial(shard_conv, mesh=mesh_of(1, 2))),
         "momentum": pair("conv", optimizer=partial(torch.optim.SGD, momentum=0.9)),

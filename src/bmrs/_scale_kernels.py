@@ -20,16 +20,19 @@ def forward(x: Tensor, theta: Tensor, before: int, units: int, after: int) -> Te
     return out
 
 
-def backward(grad: Tensor, x: Tensor, theta: Tensor, before: int, units: int, after: int) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of θ."""
-    to_x = torch.empty_like(x)
+def backward(
+    grad: Tensor, x: Tensor, theta: Tensor, before: int, units: int, after: int, *norm: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of θ. ``norm``: mean, 1/sd, weight and bias of a batch norm that comes first."""
+    to_x = torch.empty_like(grad)
     theta = theta.contiguous() if theta.stride(1) != 1 else theta
     grid, shape = _tiles(len(x), before, units, after)
     # Each share of the sum by itself, and no two in one place: the result is the same every time.
     shares = torch.empty(grid[2], len(x), units, device=x.device)
     _backward[grid](
-        grad, x, theta, to_x, shares, theta.stride(0), before * after, units, grid[2], LAST=before > 1, **shape
-    )
+        grad, x, theta, to_x, shares, *(norm or (x, x, x, x)), theta.stride(0), before * after, units, grid[2],
+        NORM=bool(norm), LAST=before > 1, **shape,
+    )  # fmt: skip
     return to_x, shares[0] if grid[2] == 1 else shares.sum(0)
 
 
@@ -72,19 +75,26 @@ def _forward(
 
 @triton.jit(do_not_specialize=["stride", "shares"])
 def _backward(
-    grad, x, theta, to_x, to_theta, stride, beside, units, shares,
-    LAST: tl.constexpr, UNITS: tl.constexpr, BESIDE: tl.constexpr,
+    grad, x, theta, to_x, to_theta, means, inverses, weights, biases, stride, beside, units, shares,
+    NORM: tl.constexpr, LAST: tl.constexpr, UNITS: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     example = tl.program_id(0)
     column = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     factor = tl.load(theta + example * stride + column, column < units, 0.0)
     total = tl.zeros((UNITS, BESIDE), tl.float32)
+    if NORM:
+        some = column < units
+        steepness = tl.load(inverses + column, some, 0.0) * tl.load(weights + column, some, 0.0)
+        offset = tl.load(biases + column, some, 0.0) - tl.load(means + column, some, 0.0) * steepness
     for start in range(tl.program_id(2) * BESIDE, beside, shares * BESIDE):
         side = start + tl.arange(0, BESIDE)
         mask = (column < units)[:, None] & (side < beside)[None, :]
         at = _at(example, column, side, units, beside, LAST)
         slope = tl.load(grad + at, mask, 0.0).to(tl.float32)
-        total += slope * tl.load(x + at, mask, 0.0).to(tl.float32)
+        value = tl.load(x + at, mask, 0.0).to(tl.float32)
+        if NORM:
+            value = value * steepness[:, None] + offset[:, None]
+        total += slope * value
         tl.store(to_x + at, (slope * factor[:, None]).to(to_x.dtype.element_ty), mask)
     place = (tl.program_id(2) * tl.num_programs(0) + example) * units + column
     tl.store(to_theta + place, tl.sum(total, 1), column < units)

@@ -205,7 +205,7 @@ def exact(
     free = (log_sigma >= least) & (log_sigma <= most)
     members, examples, units = u.shape
     # Gates as rows, so that those of one regime can be taken together and one form evaluated for each.
-    own, width, rows = mu.flatten(), log_sigma.clamp(least, most).flatten(), u.transpose(1, 2).reshape(-1, examples)
+    own, width, rows = mu.flatten(), log_sigma.clamp(least, most).flatten(), u.mT.flatten(0, 1)
     out = [mu.new_zeros(members * units, examples) for _ in range(3)]
     for chosen, regime in _regimes(own, alive.flatten(), max(1, _BLOCK // max(1, examples)), low, high):
         frame = Frame(own[chosen, None], width[chosen, None], low, high, regime)

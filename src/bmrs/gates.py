@@ -82,7 +82,7 @@ class OutputGate(ConsumerGate):
             return output
         theta, each = self.gates()
         at = 1 if isinstance(module, nn.modules.conv._ConvNd | nn.modules.batchnorm._BatchNorm) else output.dim() - 1
-        return scale(output, _per_row(theta, output, at), at, each)
+        return scale(output, _per_row(theta, output, at), at, each, module)
 
 
 def _per_row(theta: Tensor, x: Tensor, at: int) -> Tensor:

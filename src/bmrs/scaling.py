@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -18,9 +18,10 @@ from bmrs import native
 FEW = 1 << 16  # numbers, below which starting a kernel of ours costs the processor more than it saves the GPU
 
 
-def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1) -> Tensor:
+def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1, norm: nn.Module | None = None) -> Tensor:
     """x times θ, in the precision of ``x``. ``theta``: [examples or 1, units]; examples are dimension 0 of ``x``, and
-    unit n has the ``each`` indices from n·each on along ``dim``.
+    unit n has the ``each`` indices from n·each on along ``dim``. ``norm``: the module that has just computed ``x``; if
+    it is a batch norm, ``x`` need not be kept.
 
     >>> scale(torch.ones(2, 6), torch.tensor([[1.0, 2.0, 3.0]]), dim=1, each=2)
     tensor([[1., 1., 2., 2., 3., 3.],
@@ -29,7 +30,7 @@ def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1) -> Tensor:
     if _by_kernels(x, theta):
         laid = _laid_out(x, dim, each)
         if laid is not None:
-            result: Tensor = _Scale.apply(x, theta, *laid)
+            result: Tensor = _Scale.apply(x, theta, *laid, *_behind(norm, x))
             return result
     if each == 1 and theta.shape == x.shape:  # a view less to go back through
         result = x * theta
@@ -81,19 +82,35 @@ def _laid_out(x: Tensor, dim: int, each: int) -> tuple[int, int, int] | None:
     return (before, units, after) if dim and (before == 1 or after == 1) else None
 
 
+def _behind(norm: nn.Module | None, x: Tensor) -> tuple[Tensor, ...]:
+    """What a batch norm in training mode computed ``x`` from, and keeps: input, mean, 1/sd, weight and bias.
+
+    The gates' gradient can then be made of its input, and nobody needs to keep ``x``.
+    """
+    step: Any = x.grad_fn
+    if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or not norm.affine or step is None:
+        return ()
+    if step.name() not in ("CudnnBatchNormBackward0", "NativeBatchNormBackward0") or not step._saved_training:
+        return ()
+    kept = (step._saved_input, step._saved_result1, step._saved_result2, norm.weight, norm.bias)
+    alike = kept[0].stride() == x.stride() and all(own.dtype == torch.float32 for own in kept[1:])
+    return tuple(own.detach() for own in kept) if alike else ()
+
+
 class _Scale(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, theta: Tensor, before: int, units: int, after: int) -> Tensor:
-        ctx.save_for_backward(x, theta)
-        ctx.sizes = before, units, after
+    def forward(ctx: Any, x: Tensor, theta: Tensor, before: int, units: int, after: int, *behind: Tensor) -> Tensor:
+        """``behind``: see :func:`_behind`."""
+        ctx.save_for_backward(theta, *(behind or (x,)))
+        ctx.sizes, ctx.stride = (before, units, after), x.stride()
         product: Tensor = _kernels().forward(x, theta, before, units, after)
         return product
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, theta = ctx.saved_tensors
-        if grad.stride() != x.stride():  # so that both can be read as they lie
-            grad = torch.empty_like(x).copy_(grad)
-        to_x, to_theta = _kernels().backward(grad, x, theta, *ctx.sizes)
-        return to_x, to_theta, None, None, None
+        theta, x, *behind = ctx.saved_tensors
+        if grad.stride() != ctx.stride:  # so that both can be read as they lie
+            grad = torch.empty_strided(grad.shape, ctx.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        to_x, to_theta = _kernels().backward(grad, x, theta, *ctx.sizes, *behind)
+        return to_x, to_theta, *(None for _ in range(3 + (len(behind) + 1 if behind else 0)))
