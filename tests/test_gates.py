@@ -111,6 +111,38 @@ def test_training_moves_every_gate_and_weight(noise):
     )
 
 
+def replaced(model):
+    return [name for module in model.modules() for name in module.__dict__ if name in ("weight", "bias")]
+
+
+@pytest.mark.parametrize("size", [1, 6, 24])  # of images: weights are larger, or what they multiply
+def test_gates_that_all_share_compute_what_gates_of_each_would(size):
+    x, found = torch.randn(4, 3, size, size, dtype=torch.float64), []
+    for noise in ("batch", "example"):
+        model, bank, _ = gated(noise)
+        if noise == "example":
+            bank.draw = lambda number, bank=bank: bank._hold(found[0][0].expand(number, -1).clone().requires_grad_())
+        out = model.train()(x)
+        assert not replaced(model)
+        out.square().sum().backward()
+        found.append((bank._theta.detach(), out.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (_, out, grads), (_, want, wanted) = found
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-11)
+    for name, grad in wanted.items():
+        if not name.startswith("bmrs"):
+            torch.testing.assert_close(grads[name], grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_a_pass_that_fails_leaves_the_weights_as_they_were():
+    model, _, _ = gated("batch")
+    model.last.register_forward_hook(lambda *_: 1 / 0)
+    model.back.register_forward_hook(lambda *_: None)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(4, 3, 24, 24, dtype=torch.float64))
+    assert not replaced(model)
+    assert isinstance(model.last.weight, nn.Parameter)
+
+
 def test_removing_closed_units_changes_nothing_and_folding_neither():
     model, bank, structures = gated()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

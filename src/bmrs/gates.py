@@ -50,6 +50,18 @@ class ConsumerGate:
         weight: Tensor = self.module._parameters[self.name]  # type: ignore[assignment]
         return weight
 
+    def multiplied(self, columns: Tensor) -> Tensor:
+        """The weight times the gates of its columns, [1, columns]."""
+        return scale(self.weight, columns, self.dim)
+
+    def replace(self, product: Tensor) -> None:
+        """The module sees this in place of its parameter: its __dict__ is looked at before its parameters."""
+        self.module.__dict__[self.name] = product
+
+    def leave(self) -> None:
+        """And now its parameter again."""
+        self.module.__dict__.pop(self.name, None)
+
     @torch.no_grad()
     def fold(self, theta: Tensor) -> None:
         """Multiply gates, [1, units], into the weight for good."""
@@ -58,7 +70,10 @@ class ConsumerGate:
 
 
 class InputGate(ConsumerGate):
-    """On a layer that is called with what it consumes: gates per example are possible."""
+    """On a layer that is called with what it consumes: gates per example multiply that.
+
+    Gates that all examples share multiply what is smaller, the input or, for the length of the call, the weight.
+    """
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """As a forward pre-hook."""
@@ -66,21 +81,48 @@ class InputGate(ConsumerGate):
             return args
         x = args[0]
         theta, each = self.gates()
+        if len(theta) == 1 and x.numel() > self.weight.numel():
+            self.replace(self.multiplied(theta.repeat_interleave(each, dim=1)))
+            return args
         at = _channel_dim(module, x)
         if isinstance(module, nn.modules.conv._ConvNd) and not module.transposed and module.groups > 1:
             # A column stands for the same place in every group.
             theta, each = theta.repeat_interleave(each, dim=1).repeat(1, module.groups), 1
         return (scale(x, _per_row(theta, x, at), at, each), *args[1:])
 
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """As a forward hook."""
+        self.leave()
+
 
 class OutputGate(ConsumerGate):
-    """On the last layer of a residual branch, whose output it multiplies; it folds into the rows of that layer."""
+    """On the last layer of a residual branch, whose output it multiplies; it folds into the rows of that layer.
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """As a forward hook. A narrow layer's own hook, which puts its output back at its indices, runs after this."""
+    Gates that all examples share multiply those rows, for the length of the call.
+    """
+
+    shared: tuple["OutputGate", ...] = ()  # those of the layer's parameters, this one's among them
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """As a forward pre-hook."""
         if self.bank.paused:
+            return
+        theta, each = self.gates()
+        if len(theta) == 1:
+            for gate in self.shared:
+                gate.replace(gate.multiplied(theta.repeat_interleave(each, dim=1)))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
+        """As a forward hook, also of a call that failed. A narrow layer's own hook, which puts its output back at its
+        indices, runs after this.
+        """
+        for gate in self.shared:
+            gate.leave()
+        if self.bank.paused or output is None:
             return output
         theta, each = self.gates()
+        if len(theta) == 1:
+            return output
         at = 1 if isinstance(module, nn.modules.conv._ConvNd | nn.modules.batchnorm._BatchNorm) else output.dim() - 1
         return scale(output, _per_row(theta, output, at), at, each, module)
 
@@ -129,8 +171,7 @@ class WeightGate(ConsumerGate):
         product = self._product[1] if known and self._product is not None else self._multiplied(theta)
         if not part:
             self._product = theta, product
-        # The module's __dict__ is looked at before its parameters.
-        self.module.__dict__[self.name] = product
+        self.replace(product)
         return True
 
     def _multiplied(self, theta: Tensor) -> Tensor:
@@ -138,13 +179,10 @@ class WeightGate(ConsumerGate):
             columns = self.bank.theta(self.layer)[:1].repeat_interleave(self.each, dim=1)
         else:
             columns = self.factors(theta[:1])
-        return scale(self.weight, columns, self.dim)
+        return self.multiplied(columns)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_product": None}
-
-    def leave(self) -> None:
-        self.module.__dict__.pop(self.name, None)
 
 
 class Gate:
@@ -222,7 +260,6 @@ def consumer_gates(
     for name, first in canonical_names(model).items():
         names.setdefault(first, []).append(name)
     gates: list[ConsumerGate] = []
-    per_example = bank.noise == "example"  # what is alike in all examples is less work on weights
     seen: set[tuple[int, str, int]] = set()
     for place in dict.fromkeys(place for structure in structures for place in structure.consumers):
         first, dim = place
@@ -241,11 +278,7 @@ def consumer_gates(
             if branch is not None:
                 kind: type[ConsumerGate] = OutputGate
             else:
-                kind = (
-                    InputGate
-                    if per_example and _takes_input(module, leaf, dim) and _is_called(model, path)
-                    else WeightGate
-                )
+                kind = InputGate if _takes_input(module, leaf, dim) and _is_called(model, path) else WeightGate
             gates.append(kind(bank, module, leaf, dim, columns))
     return gates
 

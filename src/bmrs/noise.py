@@ -153,14 +153,17 @@ class NoiseBank(nn.Module):
         self._consumers = consumer_gates(self, self._root, structures, self.layers)
         self._weights = [gate for gate in self._consumers if isinstance(gate, WeightGate)]
         self._gate_hooks = []
-        rows: dict[nn.Module, OutputGate] = {}
+        rows: dict[nn.Module, list[OutputGate]] = {}
         for gate in self._consumers:
             if isinstance(gate, InputGate):
                 self._gate_hooks.append(gate.module.register_forward_pre_hook(gate.before))
+                self._gate_hooks.append(gate.module.register_forward_hook(gate.after, always_call=True))
             elif isinstance(gate, OutputGate):
-                rows.setdefault(gate.module, gate)  # weight and bias fold alike, the output is multiplied once
-        for module, output in rows.items():
-            self._gate_hooks.append(module.register_forward_hook(output.after, prepend=True))
+                rows.setdefault(gate.module, []).append(gate)
+        for module, outputs in rows.items():  # weight and bias fold alike, the output is multiplied once
+            outputs[0].shared = tuple(outputs)
+            self._gate_hooks.append(module.register_forward_pre_hook(outputs[0].before))
+            self._gate_hooks.append(module.register_forward_hook(outputs[0].after, prepend=True, always_call=True))
         # Activation checkpointing runs a part of the network again: a part that holds a gated weight puts it in place.
         paths = {id(module): path for path, module in self._root.named_modules()}
         parts: dict[nn.Module, list[WeightGate]] = {}
