@@ -8,6 +8,7 @@
 
 #define UNITS 16     /* units that are written side by side */
 #define EXAMPLES 64  /* examples of a unit computed at a time */
+#define INLINE static inline __attribute__((always_inline))
 
 static inline uint32_t mixed(uint32_t n) {
     n = (n ^ (n >> 16)) * 0x7FEB352Du;
@@ -101,74 +102,103 @@ static inline float quantile(float p) {
     return 1.41421356f * (2.0f * p - 1.0f) * (w < 5.0f ? near : far);
 }
 
+/* A gate, and where its draws go: theta and its derivatives by mu and log sigma, one number per example. */
+typedef struct {
+    float m, s, on, free; /* mu, sigma, 1 or 0 for a unit that is gone, sigma or 0 where log sigma is clamped */
+    float low, high;      /* the bounds of log theta ... */
+    float a, b, length;   /* ... in sigmas from mu, and from each other */
+    uint32_t number;
+    float *theta, *by_mu, *by_log_sigma;
+} gate;
+
+/* 24 random bits of every example, as probabilities q and 1 - q, neither of them 0. */
+#define PROBABILITIES(k) \
+    float q = ((float)(k) + 0.5f) * 5.9604645e-8f, o = ((float)(0xFFFFFF - (k)) + 0.5f) * 5.9604645e-8f
+
+/* mu inside the bounds: invert Phi from the nearer tail. */
+INLINE void inside(gate g, int64_t rows, const uint32_t *row) {
+    float under = (float)(0.5 * erfc(-g.a * M_SQRT1_2)), over = (float)(0.5 * erfc(g.b * M_SQRT1_2));
+    float mass = g.length > 4.0f ? 1.0f - under - over : (float)(0.5 * (erf(g.b * M_SQRT1_2) - erf(g.a * M_SQRT1_2)));
+    for (int64_t i = 0; i < rows; i++) {
+        int32_t k = mixed(row[i] ^ g.number) >> 8;
+        PROBABILITIES(k);
+        float lower = under + q * mass, upper = over + o * mass;
+        float z = quantile(larger(lesser(lesser(lower, upper), 0.5f), 1e-37f));
+        z = lower <= upper ? z : -z;
+        z = lesser(larger(z, g.a), g.b);
+        float at_a = exp_(log_(o) + 0.5f * (z - g.a) * (z + g.a));
+        float at_b = exp_(log_(q) + 0.5f * (z - g.b) * (z + g.b));
+        float x = g.on * exp_(lesser(larger(g.m + g.s * z, g.low), g.high));
+        g.theta[i] = x;
+        g.by_mu[i] = x * (1.0f - at_a - at_b);
+        g.by_log_sigma[i] = x * g.free * (z - g.a * at_a - g.b * at_b);
+    }
+}
+
+/* mu at or beyond a bound: the depth of z behind it, t sigmas from mu, by one of Halley's steps from a hazard that
+ * grows linearly. "sighted": whether the other bound is near enough to matter. */
+INLINE void beyond(gate g, int64_t rows, const uint32_t *row, float t, int near_b, int sighted) {
+    float spare = excess(t), rate = t + spare, inverse = 1.0f / rate;
+    float rest = excess(t + g.length), end = t + g.length + rest, gain = (g.length + rest - spare) / end;
+    float share = sighted ? expf(-g.length * (t + 0.5f * g.length)) * rate / end : 0.0f;
+    float sign = near_b ? -1.0f : 1.0f, bound = near_b ? g.high : g.low;
+    int32_t turned = near_b ? 0xFFFFFF : 0;
+    for (int64_t i = 0; i < rows; i++) {
+        int32_t k = (int32_t)(mixed(row[i] ^ g.number) >> 8) ^ turned;
+        PROBABILITIES(k);
+        float h = -log_(sighted ? o + q * share : o);
+        float depth = 2.0f * h / (rate + sqrtf(rate * (rate + 2.0f * h * spare)));
+        if (sighted) depth = lesser(depth, g.length);
+        float here = excess(t + depth), there = t + depth + here;
+        float miss = depth * (t + 0.5f * depth) + log_(there * inverse) - h;
+        depth = larger(depth - miss / (there - 0.5f * miss * here), 0.0f);
+        if (sighted) depth = lesser(depth, g.length);
+        here = excess(t + depth);
+        float by_m = (depth + here - spare) / (t + depth + here), by_s = depth + t * by_m;
+        if (sighted) {
+            float at_far = q * exp_(-(g.length - depth) * (t + 0.5f * (g.length + depth)));
+            by_m -= at_far * gain;
+            by_s = depth + t * by_m - g.length * at_far;
+        }
+        float x = g.on * exp_(lesser(larger(bound + sign * g.s * depth, g.low), g.high));
+        g.theta[i] = x;
+        g.by_mu[i] = x * by_m;
+        g.by_log_sigma[i] = x * sign * g.free * by_s;
+    }
+}
+
 /* theta, its derivative by mu and by log sigma: [members, examples, units]. */
 void bmrs_draw(int64_t members, int64_t examples, int64_t units, const float *mu, const float *log_sigma,
                const uint8_t *alive, const int64_t *seeds, int64_t step, const int64_t *numbers, float low, float high,
                float least, float most, float *theta, float *by_mu, float *by_log_sigma) {
-    uint32_t now = mixed((uint32_t)step);
+    static const float reach = 40.0f; /* exp(-reach) is nothing beside what float32 holds */
+    uint32_t now = mixed((uint32_t)step), row[EXAMPLES];
+    float value[UNITS][EXAMPLES], slope[UNITS][EXAMPLES], width[UNITS][EXAMPLES];
     for (int64_t member = 0; member < members; member++) {
         uint32_t key = mixed((uint32_t)seeds[member] ^ now);
-        for (int64_t first = 0; first < units; first += UNITS) {
-            int64_t some = units - first < UNITS ? units - first : UNITS;
-            for (int64_t begin = 0; begin < examples; begin += EXAMPLES) {
-                int64_t rows = examples - begin < EXAMPLES ? examples - begin : EXAMPLES;
-                float value[UNITS][EXAMPLES], slope[UNITS][EXAMPLES], width[UNITS][EXAMPLES];
+        for (int64_t begin = 0; begin < examples; begin += EXAMPLES) {
+            int64_t rows = examples - begin < EXAMPLES ? examples - begin : EXAMPLES;
+            for (int64_t i = 0; i < rows; i++) row[i] = mixed(key + (uint32_t)(begin + i));
+            for (int64_t first = 0; first < units; first += UNITS) {
+                int64_t some = units - first < UNITS ? units - first : UNITS;
                 for (int64_t j = 0; j < some; j++) {
                     int64_t at = member * units + first + j;
-                    float m = mu[at], raw = log_sigma[at];
-                    float s = expf(lesser(larger(raw, least), most));
-                    float on = m != m || raw != raw ? NAN : alive[at] ? 1.0f : 0.0f; /* what is not a number is seen */
-                    float free_ = raw >= least && raw <= most ? s : 0.0f;
-                    uint32_t own = mixed((uint32_t)numbers[at]);
-                    float a = (low - m) / s, b = (high - m) / s, length = (high - low) / s;
-                    float t = larger(a, -b);
-                    int near_b = -b >= a;
-                    float *v = value[j], *d = slope[j], *w = width[j];
-                    if (t < 0.0f) { /* mu inside the bounds: invert Phi from the nearer tail */
-                        float under = (float)(0.5 * erfc(-a * M_SQRT1_2)), over = (float)(0.5 * erfc(b * M_SQRT1_2));
-                        float mass = length > 4.0f ? 1.0f - under - over
-                                                   : (float)(0.5 * (erf(b * M_SQRT1_2) - erf(a * M_SQRT1_2)));
-                        for (int64_t i = 0; i < rows; i++) {
-                            int32_t k = mixed(mixed(key + (uint32_t)(begin + i)) ^ own) >> 8;
-                            float u = ((float)k + 0.5f) * 5.9604645e-8f, r = ((float)(0xFFFFFF - k) + 0.5f) * 5.9604645e-8f;
-                            float lower = under + u * mass, upper = over + r * mass;
-                            float z = quantile(larger(lesser(lesser(lower, upper), 0.5f), 1e-37f));
-                            z = lower <= upper ? z : -z;
-                            z = lesser(larger(z, a), b);
-                            float at_a = exp_(log_(r) + 0.5f * (z - a) * (z + a));
-                            float at_b = exp_(log_(u) + 0.5f * (z - b) * (z + b));
-                            float x = on * exp_(lesser(larger(m + s * z, low), high));
-                            v[i] = x;
-                            d[i] = x * (1.0f - at_a - at_b);
-                            w[i] = x * free_ * (z - a * at_a - b * at_b);
-                        }
-                    } else { /* at or beyond a bound: the depth of z behind it */
-                        float spare = excess(t), rest = excess(t + length);
-                        float rate = t + spare, far_ = t + length + rest;
-                        float share = expf(larger(-length * (t + 0.5f * length), -80.0f)) * rate / far_;
-                        float gain = (length + rest - spare) / far_, sign = near_b ? -1.0f : 1.0f;
-                        float bound = near_b ? high : low, inverse = 1.0f / rate;
-                        for (int64_t i = 0; i < rows; i++) {
-                            int32_t k = mixed(mixed(key + (uint32_t)(begin + i)) ^ own) >> 8;
-                            k = near_b ? 0xFFFFFF - k : k;
-                            float q = ((float)k + 0.5f) * 5.9604645e-8f, o = ((float)(0xFFFFFF - k) + 0.5f) * 5.9604645e-8f;
-                            float h = -log_(o + q * share);
-                            float depth = 2.0f * h / (rate + sqrtf(rate * (rate + 2.0f * h * spare)));
-                            depth = lesser(depth, length);
-                            float here = excess(t + depth), there = t + depth + here;
-                            float miss = depth * (t + 0.5f * depth) + log_(there * inverse) - h;
-                            depth -= miss / (there - 0.5f * miss * here);
-                            depth = lesser(larger(depth, 0.0f), length);
-                            here = excess(t + depth);
-                            float at_far = q * exp_(-(length - depth) * (t + 0.5f * (length + depth)));
-                            float by_m = (depth + here - spare) / (t + depth + here) - at_far * gain;
-                            float by_s = depth + t * by_m - length * at_far;
-                            float x = on * exp_(lesser(larger(bound + sign * s * depth, low), high));
-                            v[i] = x;
-                            d[i] = x * by_m;
-                            w[i] = x * sign * free_ * by_s;
-                        }
-                    }
+                    float m = mu[at], raw = log_sigma[at], s = expf(lesser(larger(raw, least), most));
+                    gate g = {
+                        .m = m, .s = s, .low = low, .high = high,
+                        .on = m != m || raw != raw ? NAN : alive[at] ? 1.0f : 0.0f, /* what is not a number is seen */
+                        .free = raw >= least && raw <= most ? s : 0.0f,
+                        .a = (low - m) / s, .b = (high - m) / s, .length = (high - low) / s,
+                        .number = mixed((uint32_t)numbers[at]),
+                        .theta = value[j], .by_mu = slope[j], .by_log_sigma = width[j],
+                    };
+                    float t = larger(g.a, -g.b);
+                    if (t < 0.0f)
+                        inside(g, rows, row);
+                    else if (g.length * (t + 0.5f * g.length) < reach)
+                        beyond(g, rows, row, t, -g.b >= g.a, 1);
+                    else
+                        beyond(g, rows, row, t, -g.b >= g.a, 0);
                 }
                 for (int64_t i = 0; i < rows; i++) {
                     int64_t to = (member * examples + begin + i) * units + first;

@@ -88,7 +88,7 @@ class Alone:
             numbers = torch.arange(len(self.alive))[None]
             u = draws.uniforms(torch.tensor([self.seed]), torch.tensor(self.steps), numbers, 16)[0]
             self.bank.alive.copy_(self.alive)
-            self.bank._last_draw = lambda rows, u=u: self._theta(u)
+            self.bank._draw_number = lambda number, rows, u=u: self._theta(u)
             loss = F.cross_entropy(self.network(self.x[rows]), self.y[rows]) + self.bank.kl(self.prices)
             self.optimizer.zero_grad()
             loss.backward()

@@ -86,8 +86,6 @@ class TestMeasure:
         assert bank.steps >= 4  # the Pruner saw the optimizer step, and added the KL
         assert float(bank.mu.detach().abs().max()) > 0
         assert not any(hasattr(other.network, "bmrs_noise") for other in (plain, smaller))
-        ms = {(run["method"], run["mode"]): run["ms"] for run in measured.found["runs"]}
-        assert ms["gated", "train_forward"] > 2 * ms["none", "train_forward"]
 
     def test_half_the_units_are_gone(self, measured):
         plain, _, smaller = measured.variants
