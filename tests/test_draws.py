@@ -207,3 +207,10 @@ def test_the_bounds_of_a_bank_are_those_of_its_draws():
     assert theta.min() > -6.001
     assert theta.max() < -1.999
     assert theta.min() < -5.5
+
+
+@compiled
+def test_loading_it_disturbs_no_random_numbers(afresh):
+    before = torch.random.get_rng_state()
+    assert native.available()
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -149,7 +149,7 @@ def _agrees() -> bool:
     seeds, step = torch.tensor([7]), torch.tensor(3)
     got = draw(mu, log_sigma, alive, seeds, step, units, 40)
     want = draws.exact(mu.double(), log_sigma.double(), alive, draws.uniforms(seeds, step, units, 40))
-    grad = torch.rand_like(got[0])
+    grad = torch.linspace(-1.0, 1.0, got[0].numel()).view_as(got[0])  # nobody's random numbers
     pairs = [
         *zip(got, want, strict=True),
         *zip(sums(grad, got[1], got[2]), ((grad * got[1]).sum(1), (grad * got[2]).sum(1)), strict=True),
