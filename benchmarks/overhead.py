@@ -273,7 +273,7 @@ def sweep(device: torch.device) -> list[dict[str, float]]:
         def run(bank: bmrs.NoiseBank = bank, slope: Tensor = slope) -> None:
             bank.mu.grad = bank.log_sigma.grad = None
             bank.draw(len(slope)).backward(slope)
-            bmrs.draws.kl_gradient(bank.mu, bank.log_sigma)
+            bmrs.draws.kl_gradient(bank.mu, bank.log_sigma, bank.alive)
 
         run()
         times = []

@@ -13,7 +13,7 @@ def markdown(found: dict[str, Any]) -> str:
         "A training step with Adam, with gates over without: the median of the rounds' ratios, in brackets their",
         "quartiles. The floor is what the gates' bytes and kernels take at the least on this device.",
         "",
-        "| network | batch | mode | plain | per example | per batch | target | floor, per example | GB: plain, per example |",
+        "| network | batch | mode | plain | per example | per batch | target | floor, per example | GB: plain, gated |",
         "|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in found["rows"]:
@@ -63,7 +63,8 @@ def markdown(found: dict[str, Any]) -> str:
     how = "compiled C" if made["compiled_c"] else "plain torch"
     lines += [
         "",
-        f"A copy moves {constants['bandwidth'] / 1e9:,.0f} GB/s; a kernel that does nothing takes {each}. Gates on the CPU: {how}.",
+        f"A copy moves {constants['bandwidth'] / 1e9:,.0f} GB/s; a kernel that does nothing takes {each}.",
+        f"Gates on a processor: {how}.",
         "",
         f"`{made['command']}`, {made['date']}, commit {made['commit']}, torch {made['versions']['torch']}.",
         "",

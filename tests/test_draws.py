@@ -71,9 +71,10 @@ class TestCompiledCode:
     def test_means_and_the_gradient_of_the_kl_on_a_grid(self):
         mu, log_sigma = torch.meshgrid(torch.linspace(-60, 20, 161), torch.linspace(-22, 6, 113), indexing="ij")
         mu, log_sigma = mu.flatten(), log_sigma.flatten()
-        got = (native.mean(mu, log_sigma), *native.kl_gradient(mu, log_sigma))
+        weights = torch.rand_like(mu)
+        got = (native.mean(mu, log_sigma), *native.kl_gradient(mu, log_sigma, weights))
         want = (draws.exact_mean(mu.double(), log_sigma.double()),
-                *draws.exact_kl_gradient(mu.double(), log_sigma.double()))  # fmt: skip
+                *draws.exact_kl_gradient(mu.double(), log_sigma.double(), weights.double()))  # fmt: skip
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-15)
 
@@ -85,10 +86,11 @@ class TestCompiledCode:
         u = draws.uniforms(seeds, step, numbers, 30)
         want = draws.exact(mu.double(), log_sigma.double(), alive, u, *bounds)[0]
         torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-8)
+        weights = torch.rand_like(mu)
         pairs = zip(
-            (native.mean(mu, log_sigma, *bounds), *native.kl_gradient(mu, log_sigma, *bounds)),
+            (native.mean(mu, log_sigma, *bounds), *native.kl_gradient(mu, log_sigma, weights, *bounds)),
             (draws.exact_mean(mu.double(), log_sigma.double(), *bounds),
-             *draws.exact_kl_gradient(mu.double(), log_sigma.double(), *bounds)), strict=True,
+             *draws.exact_kl_gradient(mu.double(), log_sigma.double(), weights.double(), *bounds)), strict=True,
         )  # fmt: skip
         for one, other in pairs:
             torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-15)

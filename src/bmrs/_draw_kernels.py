@@ -40,12 +40,14 @@ def sums(grad: Tensor, by_mu: Tensor, by_log_sigma: Tensor) -> tuple[Tensor, Ten
     return to_mu, to_log_sigma
 
 
-def kl_gradient(mu: Tensor, log_sigma: Tensor, low: float = LOG_A, high: float = LOG_B) -> tuple[Tensor, Tensor]:
-    """∂KL/∂μ and ∂KL/∂log σ of every gate."""
-    mu, log_sigma = mu.contiguous(), log_sigma.contiguous()
+def kl_gradient(
+    mu: Tensor, log_sigma: Tensor, weights: Tensor, low: float = LOG_A, high: float = LOG_B
+) -> tuple[Tensor, Tensor]:
+    """The gradients of Σ weight·KL by μ and log σ of every gate."""
+    mu, log_sigma, weights = mu.contiguous(), log_sigma.contiguous(), weights.contiguous()
     by_mu, by_log_sigma = torch.empty_like(mu), torch.empty_like(mu)
     _kl_gradient[(triton.cdiv(mu.numel(), 128),)](
-        mu, log_sigma, by_mu, by_log_sigma, mu.numel(), low, high, *LOG_SIGMA_RANGE, BLOCK=128, num_warps=4
+        mu, log_sigma, weights, by_mu, by_log_sigma, mu.numel(), low, high, *LOG_SIGMA_RANGE, BLOCK=128, num_warps=4
     )
     return by_mu, by_log_sigma
 
@@ -196,7 +198,7 @@ def _hazard(t):
 
 
 @triton.jit(do_not_specialize=["number"])
-def _kl_gradient(mu, log_sigma, by_mu, by_log_sigma, number, low, high, least, most, BLOCK: tl.constexpr):
+def _kl_gradient(mu, log_sigma, weights, by_mu, by_log_sigma, number, low, high, least, most, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = tl.load(mu + at, at < number, 0.0).to(tl.float64)
     raw = tl.load(log_sigma + at, at < number, 0.0)
@@ -238,8 +240,10 @@ def _kl_gradient(mu, log_sigma, by_mu, by_log_sigma, number, low, high, least, m
     sigma_out = -1.0 - d * by_t - length * by_l
 
     free = (raw >= least) & (raw <= most)
-    tl.store(by_mu + at, (tl.where(t < 0.0, mu_in, mu_out) / s).to(tl.float32), at < number)
-    tl.store(by_log_sigma + at, tl.where(free, tl.where(t < 0.0, sigma_in, sigma_out), 0.0).to(tl.float32), at < number)
+    weight = tl.load(weights + at, at < number, 0.0)
+    tl.store(by_mu + at, (weight * tl.where(t < 0.0, mu_in, mu_out) / s).to(tl.float32), at < number)
+    slope = tl.where(free, tl.where(t < 0.0, sigma_in, sigma_out), 0.0)
+    tl.store(by_log_sigma + at, (weight * slope).to(tl.float32), at < number)
 
 
 @triton.jit

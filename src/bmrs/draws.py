@@ -46,22 +46,26 @@ def uniforms(seeds: Tensor, step: Tensor, units: Tensor, examples: int) -> Tenso
     return ((bits >> 8).double() + 0.5) / (1 << 24)
 
 
-def kl_gradient(mu: Tensor, log_sigma: Tensor, low: float = LOG_A, high: float = LOG_B) -> tuple[Tensor, Tensor]:
-    """∂KL/∂μ and ∂KL/∂log σ of every gate, in the precision of ``mu``."""
-    mu, log_sigma = mu.detach(), log_sigma.detach()
+def kl_gradient(
+    mu: Tensor, log_sigma: Tensor, weights: Tensor, low: float = LOG_A, high: float = LOG_B
+) -> tuple[Tensor, Tensor]:
+    """The gradients of Σ weight·KL by μ and log σ of every gate, in the precision of ``mu``."""
+    mu, log_sigma, weights = mu.detach(), log_sigma.detach(), weights.detach().to(mu.dtype)
     fused = _fused(mu)
     if fused is not None:
-        by_mu, by_log_sigma = fused.kl_gradient(mu, log_sigma, low, high)
+        by_mu, by_log_sigma = fused.kl_gradient(mu, log_sigma, weights, low, high)
         return by_mu, by_log_sigma
-    return exact_kl_gradient(mu, log_sigma, low, high)
+    return exact_kl_gradient(mu, log_sigma, weights, low, high)
 
 
-def exact_kl_gradient(mu: Tensor, log_sigma: Tensor, low: float = LOG_A, high: float = LOG_B) -> tuple[Tensor, Tensor]:
+def exact_kl_gradient(
+    mu: Tensor, log_sigma: Tensor, weights: Tensor, low: float = LOG_A, high: float = LOG_B
+) -> tuple[Tensor, Tensor]:
     """The same in plain torch."""
     least, most = LOG_SIGMA_RANGE
     inside = (log_sigma >= least) & (log_sigma <= most)
     by_mu, by_log_sigma = _truncated.kl_gradient(Frame(mu, log_sigma.clamp(least, most), low, high))
-    return by_mu.to(mu.dtype), (by_log_sigma * inside).to(mu.dtype)
+    return (weights * by_mu).to(mu.dtype), (weights * by_log_sigma * inside).to(mu.dtype)
 
 
 def mean(mu: Tensor, log_sigma: Tensor, low: float = LOG_A, high: float = LOG_B) -> Tensor:

@@ -245,9 +245,9 @@ static void hazard(double t, double *rate, double *spare, double *variance) {
 
 static double vanishing(double x) { return exp(x > -200.0 ? x : -200.0); }
 
-/* The gradient of the KL by mu and by log sigma of every gate. */
-void bmrs_kl_gradient(int64_t gates, const float *mu, const float *log_sigma, double low, double high, double least,
-                      double most, float *by_mu, float *by_log_sigma) {
+/* The gradient of the sum of weight times KL by mu and by log sigma of every gate. */
+void bmrs_kl_gradient(int64_t gates, const float *mu, const float *log_sigma, const float *weights, double low,
+                      double high, double least, double most, float *by_mu, float *by_log_sigma) {
     for (int64_t n = 0; n < gates; n++) {
         double m = mu[n], raw = log_sigma[n];
         double s = exp(raw < least ? least : raw > most ? most : raw);
@@ -281,8 +281,8 @@ void bmrs_kl_gradient(int64_t gates, const float *mu, const float *log_sigma, do
             to_mu = -b >= a ? by_t : -by_t;
             to_log_sigma = -1.0 - t * by_t - length * by_l;
         }
-        by_mu[n] = (float)(to_mu / s);
-        by_log_sigma[n] = raw >= least && raw <= most ? (float)to_log_sigma : 0.0f;
+        by_mu[n] = (float)(weights[n] * to_mu / s);
+        by_log_sigma[n] = raw >= least && raw <= most ? (float)(weights[n] * to_log_sigma) : 0.0f;
     }
 }
 

@@ -76,12 +76,14 @@ def sums(grad: Tensor, by_mu: Tensor, by_log_sigma: Tensor) -> tuple[Tensor, Ten
     return to_mu, to_log_sigma
 
 
-def kl_gradient(mu: Tensor, log_sigma: Tensor, low: float = LOG_A, high: float = LOG_B) -> tuple[Tensor, Tensor]:
-    """∂KL/∂μ and ∂KL/∂log σ of every gate."""
-    mu, log_sigma = mu.contiguous(), log_sigma.contiguous()
-    by_mu, by_log_sigma = torch.empty_like(mu), torch.empty_like(mu)
-    at = [tensor.data_ptr() for tensor in (mu, log_sigma, by_mu, by_log_sigma)]
-    _library().bmrs_kl_gradient(mu.numel(), at[0], at[1], low, high, *LOG_SIGMA_RANGE, at[2], at[3])
+def kl_gradient(
+    mu: Tensor, log_sigma: Tensor, weights: Tensor, low: float = LOG_A, high: float = LOG_B
+) -> tuple[Tensor, Tensor]:
+    """The gradients of Σ weight·KL by μ and log σ of every gate."""
+    inputs = [tensor.contiguous() for tensor in (mu, log_sigma, weights)]
+    by_mu, by_log_sigma = (torch.empty(mu.shape) for _ in range(2))
+    at = [tensor.data_ptr() for tensor in (*inputs, by_mu, by_log_sigma)]
+    _library().bmrs_kl_gradient(mu.numel(), *at[:3], low, high, *LOG_SIGMA_RANGE, *at[3:])
     return by_mu, by_log_sigma
 
 
@@ -99,7 +101,7 @@ def _library() -> Any:
     library = ctypes.CDLL(str(_compiled()))
     library.bmrs_draw.argtypes = [_WHOLE] * 3 + [_TENSOR] * 4 + [_WHOLE, _TENSOR] + [_SINGLE] * 4 + [_TENSOR] * 3
     library.bmrs_sums.argtypes = [_WHOLE] * 3 + [_TENSOR] * 5
-    library.bmrs_kl_gradient.argtypes = [_WHOLE] + [_TENSOR] * 2 + [_DOUBLE] * 4 + [_TENSOR] * 2
+    library.bmrs_kl_gradient.argtypes = [_WHOLE] + [_TENSOR] * 3 + [_DOUBLE] * 4 + [_TENSOR] * 2
     library.bmrs_mean.argtypes = [_WHOLE] + [_TENSOR] * 2 + [_DOUBLE] * 4 + [_TENSOR]
     for function in (library.bmrs_draw, library.bmrs_sums, library.bmrs_kl_gradient, library.bmrs_mean):
         function.restype = None
@@ -154,6 +156,10 @@ def _agrees() -> bool:
         *zip(got, want, strict=True),
         *zip(sums(grad, got[1], got[2]), ((grad * got[1]).sum(1), (grad * got[2]).sum(1)), strict=True),
         (mean(mu, log_sigma), draws.exact_mean(mu.double(), log_sigma.double())),
-        *zip(kl_gradient(mu, log_sigma), draws.exact_kl_gradient(mu.double(), log_sigma.double()), strict=True),
+        *zip(
+            kl_gradient(mu, log_sigma, grad[0, 0][None]),
+            draws.exact_kl_gradient(mu.double(), log_sigma.double(), grad[0, 0][None].double()),
+            strict=True,
+        ),
     ]
     return all(torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-3) for one, other in pairs)

@@ -230,8 +230,9 @@ class Pruner:
             with torch.enable_grad():
                 return torch.autograd.grad(self.kl(), phi)
         with torch.no_grad():  # in closed form
-            weights = self._weight() * (self.prices.to(bank.mu.dtype) * bank.alive)
-            return [weights * slope for slope in kl_gradient(bank.mu, bank.log_sigma, bank.log_a, bank.log_b)]
+            weights = self.prices * bank.alive
+            weights = weights * self._weight() if self.warmup else weights
+            return kl_gradient(bank.mu, bank.log_sigma, weights, bank.log_a, bank.log_b)
 
     # --- what units are worth -----------------------------------------------------------------------------------------
 

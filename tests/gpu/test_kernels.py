@@ -103,8 +103,9 @@ def test_draws(drawing):
 @pytest.mark.parametrize("bounds", [(-20.0, 0.0), (-9.0, -1.0)])
 def test_means_and_the_gradient_of_the_kl(drawing, bounds):
     mu, log_sigma = gates(2, 211)
-    got = (drawing.mean(mu, log_sigma, *bounds), *drawing.kl_gradient(mu, log_sigma, *bounds))
+    weights = torch.rand_like(mu)
+    got = (drawing.mean(mu, log_sigma, *bounds), *drawing.kl_gradient(mu, log_sigma, weights, *bounds))
     phi = mu.double(), log_sigma.double()
-    want = (draws.exact_mean(*phi, *bounds), *draws.exact_kl_gradient(*phi, *bounds))
+    want = (draws.exact_mean(*phi, *bounds), *draws.exact_kl_gradient(*phi, weights.double(), *bounds))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-9)

@@ -142,11 +142,11 @@ class Ensemble:
     @torch.no_grad()
     def _add_kl(self) -> None:
         """The analytic gradient of Σ price·KL over the units that are alive."""
-        own = self.gates.prices * self.gates.alive
         phi = (self.gates.mu, self.gates.log_sigma)
-        for parameter, gradient in zip(phi, kl_gradient(*phi), strict=True):
+        weights = self.gates.prices * self.gates.alive
+        for parameter, gradient in zip(phi, kl_gradient(*phi, weights), strict=True):
             assert parameter.grad is not None
-            parameter.grad.addcmul_(own, gradient)
+            parameter.grad.add_(gradient)
 
     def differentiate(self, rows: Tensor) -> None:
         """Leave the gradients of the mean loss over each member's images, [members, examples], with gates at E[θ]."""
