@@ -51,6 +51,11 @@ def test_values_and_gradients(shape, dim, each, rows, dtype):
     torch.testing.assert_close(to_theta.double(), want, **{**close, "atol": 1e-2 if half else 1e-5})
 
 
+def test_dimensions_count_from_the_end_too():
+    x, theta = torch.randn(3, 5, 4), torch.rand(3, 4)
+    assert torch.equal(scale(x, theta, -1), scale(x, theta, 2))
+
+
 def test_the_layout_stays():
     x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)
     assert scale(x, torch.rand(2, 4), 1).is_contiguous(memory_format=torch.channels_last)

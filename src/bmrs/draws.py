@@ -28,7 +28,8 @@ def draw(
 ) -> Tensor:  # fmt: skip
     """θ, [members, examples, units]; 0 where a unit is not alive.
 
-    ``mu``, ``log_sigma``, ``alive``, ``units``: [members, units], the last the unit's own number. ``seeds``: [members].
+    ``mu``, ``log_sigma``, ``alive``, ``units``: [members, units], the last the unit's own number; or of one network
+    alone, [units], for θ of [examples, units]. ``seeds``: [members].
     ``step``: one whole number on the device, which names the draw. ``low``, ``high``: the bounds of log θ.
     """
     if torch.compiler.is_compiling():  # which takes an operation of ours as it is, and its gradient along
@@ -122,6 +123,9 @@ def _drawn(
     low: float, high: float,
 ) -> Sequence[Tensor]:  # fmt: skip
     """θ and its derivatives by μ and log σ."""
+    if mu.dim() == 1:
+        alone = _drawn(mu[None], log_sigma[None], alive[None], seeds, step, units[None], examples, low, high)
+        return [part[0] for part in alone]
     fused = _fused(mu)
     if fused is not None and examples:
         drawn: Sequence[Tensor] = fused.draw(mu, log_sigma, alive, seeds, step, units, examples, low, high)
@@ -158,15 +162,17 @@ def _operation(mu: Tensor, log_sigma: Tensor, alive: Tensor, seeds: Tensor, step
 @_operation.register_fake
 def _shapes(mu: Tensor, log_sigma: Tensor, alive: Tensor, seeds: Tensor, step: Tensor, units: Tensor,
             examples: int, low: float, high: float) -> list[Tensor]:  # fmt: skip
-    return [mu.new_empty(len(mu), examples, mu.shape[1]) for _ in range(3)]
+    return [mu.new_empty(*mu.shape[:-1], examples, mu.shape[-1]) for _ in range(3)]
 
 
 def _sums(grad: Tensor, by_mu: Tensor, by_log_sigma: Tensor) -> list[Tensor]:
     """Over the examples, of grad·∂θ/∂μ and grad·∂θ/∂log σ."""
     fused = _fused(grad)
-    if fused is not None:
-        return list(fused.sums(grad.contiguous(), by_mu, by_log_sigma))
-    return [(grad * by_mu).sum(1), (grad * by_log_sigma).sum(1)]
+    if fused is None:
+        return [(grad * by_mu).sum(-2), (grad * by_log_sigma).sum(-2)]
+    if grad.dim() == 2:
+        return [part[0] for part in fused.sums(grad[None].contiguous(), by_mu[None], by_log_sigma[None])]
+    return list(fused.sums(grad.contiguous(), by_mu, by_log_sigma))
 
 
 @torch.library.custom_op("bmrs::sums", mutates_args=())
@@ -176,7 +182,7 @@ def _sums_operation(grad: Tensor, by_mu: Tensor, by_log_sigma: Tensor) -> list[T
 
 @_sums_operation.register_fake
 def _per_unit(grad: Tensor, by_mu: Tensor, by_log_sigma: Tensor) -> list[Tensor]:
-    return [by_mu.new_empty(len(by_mu), by_mu.shape[2]) for _ in range(2)]
+    return [by_mu.new_empty(*by_mu.shape[:-2], by_mu.shape[-1]) for _ in range(2)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -80,7 +80,7 @@ class NoiseBank(nn.Module):
         # Draws made, and optimizer steps a Pruner has seen: on the device, where a recorded graph can count them.
         self._draws, self._steps = torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
         self._known: tuple[Any, ...] = ()  # what the two below were made for
-        self._seeds, self._numbers = torch.zeros(1, dtype=torch.long), torch.arange(total)[None]
+        self._seeds, self._numbers = torch.zeros(1, dtype=torch.long), torch.arange(total)
         self._theta: Tensor | None = None
         self._parts: dict[str, Tensor] = {}  # of it, one for each layer
         self._runs_again = False  # a part of this pass, with gradients: activation checkpointing of the reentrant kind
@@ -327,10 +327,8 @@ class NoiseBank(nn.Module):
         return theta
 
     def _draw_number(self, number: Tensor, rows: int) -> Tensor:
-        mu, log_sigma = (parallel.everyones(own)[None] for own in (self.mu, self.log_sigma))
-        return draws.draw(
-            mu, log_sigma, self.alive[None], self._seeds, number, self._numbers, rows, self.log_a, self.log_b
-        )[0]
+        mu, log_sigma = parallel.everyones(self.mu), parallel.everyones(self.log_sigma)
+        return draws.draw(mu, log_sigma, self.alive, self._seeds, number, self._numbers, rows, self.log_a, self.log_b)
 
     def _hold(self, theta: Tensor | None) -> None:
         """The gates from now on; one split and not many slices, since its gradient is one concatenation."""
@@ -346,7 +344,7 @@ class NoiseBank(nn.Module):
             return
         with torch.inference_mode(False):
             self._seeds = torch.tensor([chance.key(self.seed, rank)], device=device)
-            self._numbers = torch.arange(len(self.mu), device=device)[None]
+            self._numbers = torch.arange(len(self.mu), device=device)
             self._draws, self._steps = self._draws.to(device), self._steps.to(device)
         self._known = wanted
 

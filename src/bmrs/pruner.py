@@ -225,10 +225,9 @@ class Pruner:
     def _kl_gradient(self) -> Sequence[Tensor]:
         """Of :meth:`kl`."""
         bank = self.bank
-        phi = [bank.mu, bank.log_sigma]
-        if _checks.in_shards(bank):
+        if hasattr(bank.mu, "full_tensor"):  # parted among processes
             with torch.enable_grad():
-                return torch.autograd.grad(self.kl(), phi)
+                return torch.autograd.grad(self.kl(), [bank.mu, bank.log_sigma])
         with torch.no_grad():  # in closed form
             weights = self.prices * bank.alive
             weights = weights * self._weight() if self.warmup else weights

@@ -27,6 +27,7 @@ def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1, norm: nn.Module | N
     tensor([[1., 1., 2., 2., 3., 3.],
             [1., 1., 2., 2., 3., 3.]])
     """
+    dim %= x.dim()
     if _by_kernels(x, theta):
         laid = _laid_out(x, dim, each)
         if laid is not None:
