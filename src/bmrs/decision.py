@@ -34,6 +34,22 @@ def spare(chosen: Tensor, worth: Tensor, layers: Mapping[str, slice]) -> set[str
     return spared
 
 
+def spare_widths(
+    chosen: Tensor, worth: Tensor, structures: Iterable[Structure], layers: Mapping[str, slice], multiple: int
+) -> Tensor:
+    """Of what is to go, the best stay where a structure's width would be no multiple. Changes the choice; returns a
+    mask of those that stay.
+    """
+    staying = torch.zeros_like(chosen)
+    for structure in structures:
+        layer = layers[structure.name]
+        going = chosen[layer].nonzero().flatten() + layer.start
+        stay = len(going) - structure.rounded(len(going), multiple)
+        staying[going[worth[going].argsort(descending=True, stable=True)[:stay]]] = True
+    chosen &= ~staying
+    return staying
+
+
 def uncross(chosen: Tensor, worth: Tensor, structures: list[Structure], layers: Mapping[str, slice]) -> set[str]:
     """Units of several structures may share an index, as a channel and the row of a branch that is added to it do.
 

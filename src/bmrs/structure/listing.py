@@ -81,6 +81,23 @@ class Structure:
                 at[variable].append(index)
         return [at[variable] for variable in self.variables if variable not in self.owner.gone]
 
+    def rounded(self, count: int, multiple: int) -> int:
+        """How many of ``count`` units may go so that the width left is a multiple, in hardware's favour: at most
+        ``count``, and none where no multiple is between.
+
+        Heads, groups and blocks are no widths, and what is narrower than ``multiple`` is left at what it comes to.
+
+        >>> model = nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 2))
+        >>> hidden = Structures(model, torch.randn(2, 8))["0"]
+        >>> [hidden.rounded(count, 8) for count in (3, 4, 11, 12, 19)]
+        [0, 4, 4, 12, 12]
+        """
+        units = self.units
+        if self.kind not in ("neuron", "filter") or units < multiple:
+            return count
+        left = units - count
+        return max(0, count - -left % multiple)
+
     def verify(self) -> "Structure":
         """Prove that removal is exact, now; ``status`` says how it ended."""
         self.owner.verify([self])
