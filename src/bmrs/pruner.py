@@ -120,8 +120,8 @@ class Pruner:
         seed = parallel.shared_number(torch.initial_seed() if seed is None else seed, self.model, device)
         self.bank = NoiseBank.attach(self.model, chosen, noise, log_sigma=log_sigma, seed=seed)
         self._start = log_sigma
-        self._gated = [s for s in chosen if s.name in self.bank.layers]
-        gated = {variable for structure in self._gated for variable in structure.variables}
+        self._all_gated = [s for s in chosen if s.name in self.bank.layers]
+        gated = {variable for structure in self._all_gated for variable in structure.variables}
         everywhere = self.structures.findings.places.values()
         self._crossing = any(len(label & gated) > 1 for labels in everywhere for label in labels)
         try:
@@ -139,6 +139,11 @@ class Pruner:
         self._follow_wrappers(model)
         parallel.rewrap(self.model)
         log.info("gates on %d units of %d structures", len(self.bank.mu), len(self._gated))
+
+    @property
+    def _gated(self) -> list[Structure]:
+        """Those that did not go with a block."""
+        return [structure for structure in self._all_gated if structure.name in self.bank.layers]
 
     # --- what trains along --------------------------------------------------------------------------------------------
 
