@@ -394,7 +394,7 @@ class Pruner:
             what = ""
             shape = record.reduced(name, whole)
             if name not in now:
-                what = f"'{name}' is gone"
+                what = "" if record.gone(name) else f"'{name}' is gone"
             elif isinstance(tensor, nn.Parameter) and now[name] is not tensor:
                 what = f"'{name}' is another parameter"
             elif tuple(now[name].shape) != shape:
@@ -426,7 +426,7 @@ class Pruner:
                     structure.kind,
                     structure.units,
                     int(out.sum()),
-                    structure.name in spared,
+                    structure.name in spared and not bool(out.all()),
                     _range(values[out]),
                     _range(values[~out]),
                     int(for_width[layer].sum()),

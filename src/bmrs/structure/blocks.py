@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from bmrs.structure.branches import PASSED, operation_of, shape_of
-from bmrs.structure.capture import Captured, canonical_names, modules_of, named_tensors
+from bmrs.structure.capture import Captured, canonical_names, module_of, modules_of, named_tensors
 from bmrs.structure.rules import Place
 from bmrs.structure.standin import lies_in
 
 Node = torch.fx.Node
 
-SCALED = {"linear": (1, 2), "conv1d": (1, 2), "conv2d": (1, 2), "conv3d": (1, 2), "addmm": (2, 0),
+SCALED = {"linear": (1, 2), "conv1d": (1, 2), "conv2d": (1, 2), "conv3d": (1, 2), "addmm": (0, 2),
            "batch_norm": (1, 2), "layer_norm": (2, 3)}  # fmt: skip
-"""Where weight and bias are among the arguments of operations whose output they scale."""
+"""Where the weight and the bias that scale an operation's output are among its arguments."""
 
 
 PRODUCTS = {*SCALED, "mm", "bmm", "matmul", "baddbmm", "einsum", "convolution", "scaled_dot_product_attention"}
@@ -183,20 +183,28 @@ class _Finder:
         return None
 
     def _scale(self, node: Node | None) -> tuple[Place, ...]:
+        """Where a gate on this layer's output can be multiplied into its parameters; nothing where it cannot."""
         if node is None:
             return ()
-        weight, bias = SCALED[operation_of(node)]
-        places = []
-        for at in (weight, bias):
-            given = node.args[at] if len(node.args) > at else None
-            if isinstance(given, Node):
-                name = self.captured.tensors.get(given.name)
-                if name not in self.trainable:
-                    return ()
-                places.append((name, int(operation_of(node) == "addmm" and at == weight)))
-        has_weight = len(node.args) > weight and isinstance(node.args[weight], Node)
-        one_row = operation_of(node) != "layer_norm" or all(len(self.shapes[name]) == 1 for name, _ in places)
-        return tuple(places) if has_weight and one_row else ()
+        given = [
+            node.args[at] for at in SCALED[operation_of(node)] if at < len(node.args) and node.args[at] is not None
+        ]
+        tensors = [self.captured.tensors.get(one.name) for one in given if isinstance(one, Node)]
+        names = [name for name in tensors if name in self.trainable and name is not None]
+        if not names or len(names) < len(given):
+            return ()
+        if operation_of(node) == "addmm":
+            names.reverse()  # the bias comes first
+        path = names[0].rpartition(".")[0]
+        module, around = self.model.get_submodule(path), self.model.get_submodule(path.rpartition(".")[0])
+        plain = type(module) is nn.LayerNorm or isinstance(module, nn.modules.batchnorm._BatchNorm) or _is_layer(module)
+        # nn.MultiheadAttention reads the weights of its last layer without calling it.
+        if not (plain and module_of(node) == path) and not isinstance(around, nn.MultiheadAttention):
+            return ()
+        if type(module) is nn.LayerNorm and len(self.shapes[names[0]]) > 1:
+            return ()
+        along = int(operation_of(node) == "addmm")
+        return (names[0], along), *((name, 0) for name in names[1:])
 
     def _parts(self, path: str) -> list[str | None]:
         """The modules to replace for this one to be gone: itself, or those in it whose shapes can be told; None where

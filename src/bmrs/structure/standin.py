@@ -45,7 +45,7 @@ class StandIn(nn.Module):
         x = first_tensor((*args, *kwargs.values()))
         if x is None:
             raise ValueError(f"{self} was called without a tensor, so it cannot tell the shape of its zeros.")
-        made = x if self.silence.passes else x.new_zeros(self._shape(x), dtype=_dtype(x))
+        made = x if self.silence.passes else _zeros(x, self._shape(x))
         if self.silence.place is None:
             return made
         at, count = self.silence.place
@@ -80,10 +80,15 @@ class StandIn(nn.Module):
         return f"for {type(self.whole).__name__}"
 
 
-def _dtype(x: Tensor) -> torch.dtype:
-    """The narrowest there would be: added to a stream of another type, it takes that."""
+def _zeros(x: Tensor, shape: list[int]) -> Tensor:
+    """As a layer would have made them of x: with the channels last where they were."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    # The narrowest type there would be: added to a stream of another, they take on that.
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if x.dim() > 3 and x.stride(1) == 1:
+        batch, channels, *spatial = shape
+        return x.new_zeros([batch, *spatial, channels], dtype=dtype).movedim(-1, 1)
+    return x.new_zeros(shape, dtype=dtype)
 
 
 def _convolved(layer: nn.modules.conv._ConvNd, dim: int, size: int) -> int:
