@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 
 import pytest
@@ -325,6 +326,51 @@ class TestRemoval:
         bmrs.remove(model, {s: [0] for s in structures})
         assert {s.name: s.units for s in structures} == {n: units - 1 for n, units in before.items()}
         torch.testing.assert_close(model(x), expected(x), rtol=1e-8, atol=1e-8)
+
+
+def test_blocks_whose_rows_went_before(tmp_path):
+    """In two listings, one after the other, and from a file on a fresh network."""
+    model, x = made("basic")
+    first = bmrs.structures(model, x)
+    bmrs.remove(model, {branch: [0, 3] for branch in first.branches})
+    structures = bmrs.structures(model, x)
+    chosen, paths = middle(structures)
+    quiet = without(model, paths)
+    bmrs.remove(model, chosen)
+    torch.testing.assert_close(model(x), quiet(x), rtol=1e-9, atol=1e-9)
+    bmrs.save(model, tmp_path / "small.safetensors")
+    fresh, _ = made("basic", seed=9)
+    torch.testing.assert_close(bmrs.load(fresh, tmp_path / "small.safetensors")(x), model(x))
+    bmrs.remove(fresh, {bmrs.structures(fresh, x)["1.0.conv1"]: [1, 2]})
+    assert fresh[1][0].conv1.out_channels == 6
+    assert fresh(x).isfinite().all()
+
+
+def test_a_record_that_contradicts_itself_is_refused():
+    model, x = made("basic")
+    pruner = bmrs.Pruner(model, x, structures=bmrs.structures(model, x).blocks)
+    with torch.no_grad():
+        pruner.bank.mu[1], pruner.bank.log_sigma[1] = -3.0, 4.0
+    pruner.prune()
+    other, _ = made("basic", seed=2)
+    fresh = bmrs.Pruner(other, x, structures=bmrs.structures(other, x).blocks)
+    for damage, said in (
+        (lambda record: record["kept"].pop("1.1.conv1.weight"), "lacks what became of '1.1.conv1.weight'"),
+        (lambda record: record["silenced"].pop("1.1.conv1"), "keeps indices of '1.1.conv1.weight'"),
+        (lambda record: record["silenced"].update({"1.7": record["silenced"]["1.1.conv1"]}), "module '1.7'"),
+        (lambda record: record["silenced"]["1.1.conv1"].pop("width"), "record of what was removed is damaged"),
+    ):  # fmt: skip
+        state = copy.deepcopy(pruner.state_dict())
+        content = json.loads(bytes(state["model"]["bmrs_noise._extra_state"].tolist()))
+        damage(content["removed"])
+        packed = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+        state["model"]["bmrs_noise._extra_state"] = packed
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(ValueError, match=said):
+            fresh.load_state_dict(state)
+        assert all(torch.equal(before[n], value) for n, value in other.state_dict().items())
+    fresh.load_state_dict(pruner.state_dict())
+    torch.testing.assert_close(other(x), model(x))
 
 
 class TestTraining:

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from bmrs.structure.branches import PASSED, operation_of, shape_of
+from bmrs.structure.branches import INDICES, PASSED, operation_of, shape_of
 from bmrs.structure.capture import Captured, canonical_names, module_of, modules_of, named_tensors
 from bmrs.structure.rules import Place
 from bmrs.structure.standin import lies_in
@@ -168,7 +168,10 @@ class _Finder:
         if not alone or not whole or not tensors.issuperset(tensor for tensor, _ in scale):
             return None
         vacancies = tuple(self._vacancy(path, vacant, scale, one.region) for path in vacant)
-        own = tuple(tensor for tensor in self.shapes if tensor in tensors and self.aliases[tensor] == tensor)
+        own = tuple(
+            tensor for tensor in self.shapes
+            if tensor in tensors and self.aliases[tensor] == tensor and not tensor.endswith(INDICES)
+        )  # fmt: skip
         return Block(name, (stream, re.sub(r"\d+", "*", name)), vacancies, own, scale)
 
     def _last_layer(self, one: _Candidate) -> Node | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bmrs.structure.branches import INDICES
 from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.mend import Correction, integers_of
 from bmrs.structure.standin import Silence, as_built, lies_in
@@ -100,12 +101,9 @@ def check_record(model: nn.Module, record: Removed, source: str) -> None:
                     f"{source} is damaged, since it keeps indices of '{name}' that there are not: load another."
                 )
     for name, tensor in tensors.items():
-        if (
-            tensor.dim()
-            and name == names[name]
-            and record.gone(name)
-            and all(record.kept.get(name, {"": [0]}).values())
-        ):
+        held = tensor.dim() > 0 and name == names[name] and not name.endswith(INDICES)
+        emptied = any(not kept for kept in record.kept.get(name, {}).values())
+        if held and record.gone(name) and not emptied:
             raise ValueError(f"{source} is damaged, since it lacks what became of '{name}': load another.")
     own = removed(model)
     for name, shape in record.shapes.items():
