@@ -325,9 +325,9 @@ class Structures(Sequence[Structure]):
     def notes(self) -> list[str]:
         """What else there is to know: what is removable but not listed, and what stays whole and why, in lines."""
         lines = []
-        unlisted = [structure.name for structure in (*self.hidden, *self.branches, *self.blocks)]
+        unlisted = [structure.name for structure in (*self.blocks, *self.hidden, *self.branches)]
         if unlisted:
-            lines.append(f"Also removable by name: {_and_more(unlisted)}.")
+            lines.append(f"Also removable by name: {_and_more(unlisted, len(self.blocks) + 3)}.")
         alike: dict[str, list[str]] = defaultdict(list)
         for reason, names in self.frozen.items():
             what = reason.partition(" in ")[0]
