@@ -129,7 +129,8 @@ class WeightGate(ConsumerGate):
         return {**self.__dict__, "_product": None}
 
     def leave(self) -> None:
-        self.module.__dict__.pop(self.name, None)
+        if not self.follows:
+            self.module.__dict__.pop(self.name, None)
 
 
 class Gate:

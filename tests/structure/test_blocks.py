@@ -685,6 +685,22 @@ def test_hugging_face_s_networks(number):
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_a_decoder_without_its_first_attention_counts_its_tokens_still():
+    """The cache of keys and values knows from that one how many there were."""
+    model, inputs, _ = list(hugging_face())[2]
+    model.eval()
+    structures = bmrs.structures(model, inputs)
+    bmrs.remove(model, {structures["transformer.h.*.attn.c_proj blocks"]: [0]})
+    ids, more = inputs["input_ids"], torch.randint(50, (2, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+        cache = model(ids, use_cache=True).past_key_values
+        found = model(more, past_key_values=cache, use_cache=True).logits
+        expected = model(torch.cat([ids, more], 1), use_cache=False).logits[:, -3:]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_torch_s_own_transformer(first):
     """Its attention is a module whose weights are read, not called; its layers have a fast path of their own."""

@@ -45,6 +45,7 @@ class StandIn(nn.Module):
         x = first_tensor((*args, *kwargs.values()))
         if x is None:
             raise ValueError(f"{self} was called without a tensor, so it cannot tell the shape of its zeros.")
+        _count_tokens(self.whole, x, (*args, *kwargs.values()), kwargs)
         made = x if self.silence.passes else _zeros(x, self._shape(x))
         if self.silence.place is None:
             return made
@@ -89,6 +90,15 @@ def _zeros(x: Tensor, shape: list[int]) -> Tensor:
         batch, channels, *spatial = shape
         return x.new_zeros([batch, *spatial, channels], dtype=dtype).movedim(-1, 1)
     return x.new_zeros(shape, dtype=dtype)
+
+
+def _count_tokens(whole: nn.Module, x: Tensor, values: Iterable[Any], named: Mapping[str, Any]) -> None:
+    """Hugging Face's key-value caches know from the first layer how many tokens there were, though it be gone."""
+    cache = next((value for value in values if hasattr(value, "get_seq_length")), None)
+    if cache is None or named.get("key_value_states") is not None:  # what attends to other tokens counts none
+        return
+    nothing = x.new_zeros(len(x), 1, x.shape[1], 1)
+    getattr(cache, "self_attention_cache", cache).update(nothing, nothing, getattr(whole, "layer_idx", 0))
 
 
 def _convolved(layer: nn.modules.conv._ConvNd, dim: int, size: int) -> int:
