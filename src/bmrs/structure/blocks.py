@@ -85,6 +85,7 @@ def find_blocks(model: nn.Module, captured: Captured, live: set[Node]) -> list[B
 class _Finder:
     def __init__(self, model: nn.Module, captured: Captured, live: set[Node]) -> None:
         self.model, self.captured, self.live = model, captured, live
+        self.modules = dict(model.named_modules())
         self.computed = [node for node in captured.graph.nodes if node.op == "call_function" and node in live]
         self.inside: dict[str, set[Node]] = defaultdict(set)  # module → what is computed in it
         for node in self.computed:
@@ -136,12 +137,15 @@ class _Finder:
     def stream(self, one: _Candidate, known: Mapping[Node, str]) -> str:
         """Where the stream begins that a branch is added to."""
         node = one.other
-        if node not in one.streams:
-            return one.end.name  # the other operand is a projection
+        if node not in one.streams:  # it has layers too: another branch beside this one, or a projection of the stream
+            node = max(one.streams, key=self.order.__getitem__)
+            if shape_of(node) != shape_of(one.end):
+                return one.end.name
         while node not in known:
             inputs = [i for i in node.all_input_nodes if i.name not in self.captured.tensors]
-            layer = operation_of(node) in SCALED.keys() - {"batch_norm", "layer_norm"}
-            if layer or len(inputs) != 1 or shape_of(inputs[0]) != shape_of(node):
+            if len(inputs) != 1 or operation_of(node) in SCALED.keys() - {"batch_norm", "layer_norm"}:
+                return node.name
+            if shape_of(inputs[0]) != shape_of(node) and operation_of(node) not in PASSED:
                 return node.name
             node = inputs[0]
         return known[node]
@@ -153,7 +157,8 @@ class _Finder:
         if not scale:
             return None
         name = scale[0][0].rpartition(".")[0]
-        owned = {path for path, nodes in self.inside.items() if path and all(_same(n) for n in nodes - one.region)}
+        known = {path: nodes for path, nodes in self.inside.items() if path and path in self.modules}
+        owned = {path for path, nodes in known.items() if all(_same(n) for n in nodes - one.region)}
         outermost = [path for path in owned if not lies_in(path.rpartition(".")[0], owned)]
         paths = [inner for path in sorted(outermost, key=self._when) for inner in self._parts(path)]
         if any(path is None for path in paths):
@@ -216,9 +221,9 @@ class _Finder:
         module, call = self.model.get_submodule(path), self.captured.calls.get(path)
         if not any(True for _ in module.parameters()) and not any(True for _ in module.buffers()):
             return []
-        if _is_layer(module) or (call is not None and call.given == call.made):
+        if call is not None and (_is_layer(module) or call.given == call.made):
             return [path]
-        if any(True for _ in module.parameters(recurse=False)) or call is None:
+        if call is None or any(True for _ in module.parameters(recurse=False)):
             return [None]
         children = [f"{path}.{name}" for name, _ in module.named_children() if f"{path}.{name}" in self.inside]
         return [inner for child in sorted(children, key=self._when) for inner in self._parts(child)]
