@@ -74,7 +74,9 @@ KINDS = {
 class Training:
     """A network that learns and shrinks: wrapped by DistributedDataParallel, in shards, or alone."""
 
-    def __init__(self, kind, how, *, seed=0, late=False, optimizer=torch.optim.AdamW, shard=None, **options):
+    def __init__(
+        self, kind, how, *, seed=0, late=False, optimizer=torch.optim.AdamW, shard=None, blocks=False, **options
+    ):
         make, data, own_shard = KINDS[kind]
         (self.x, self.y), self.kind = data(), kind
         with torch.random.fork_rng():
@@ -82,6 +84,10 @@ class Training:
             # In float64 roundings are below Adam's epsilon, which else makes whole steps of gradients that are 0.
             self.net = make().to(torch.float32 if kind == "conv" else torch.float64)
         self.optimizer = None if late else optimizer(self.net.parameters(), lr=2e-2)
+        self.blocks = blocks
+        if blocks:
+            found = bmrs.structures(self.net, self.x[:2])
+            options["structures"] = [*found, *found.blocks]
         self.pruner = bmrs.Pruner(self.net, self.x[:2], self.optimizer, seed=7, **options)
         gates = self.pruner.bank.log_sigma.data  # begun at different places, they go in different rounds
         order = torch.randperm(len(gates), generator=torch.Generator().manual_seed(3))
@@ -117,7 +123,8 @@ class Training:
         return self
 
     def kept(self):
-        return {structure.name: structure.kept for structure in self.pruner.structures}
+        found = self.pruner.structures
+        return {structure.name: structure.kept for structure in (*found, *(found.blocks if self.blocks else ()))}
 
     def outputs(self):
         """In evaluation, of this process."""
@@ -141,6 +148,7 @@ def checks(folder):
         "gradients decide": pair("conv", criterion=bmrs.Gradient(2.0, 0.05)),
         "per batch": pair("transformer", noise="batch"),
         "replicated": pair("conv", shard=partial(shard_conv, mesh=mesh_of(1, 2))),
+        "blocks": pair("transformer", blocks=True),
         "momentum": pair("conv", optimizer=partial(torch.optim.SGD, momentum=0.9)),
     }
     saw["saved"] = saved(folder)

@@ -133,6 +133,32 @@ def test_gates_that_all_share_compute_what_gates_of_each_would(size):
             torch.testing.assert_close(grads[name], grad, rtol=1e-9, atol=1e-9, msg=name)
 
 
+class Feed(nn.Module):
+    """A residual branch whose last layer has gates on its columns and on its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.out = nn.Linear(5, 9), nn.Linear(9, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.out(x + self.down(torch.relu(self.up(x))))
+
+
+@pytest.mark.parametrize("number", [2, 50])
+def test_columns_and_rows_of_one_weight_have_shared_gates(number):
+    x = torch.randn(number, 5, dtype=torch.float64)
+    model = Feed().double()
+    structures = bmrs.structures(model, x[:2])
+    chosen = [*structures, *structures.branches]
+    assert {place for s in chosen for place in s.consumers} >= {("down.weight", 1), ("down.weight", 0)}
+    bank = bmrs.NoiseBank.attach(model, chosen, "batch", log_sigma=-1.0).double()
+    out, theta = model.train()(x), bank._theta[0]
+    inner, outer = (next(bank.layers[s.name] for s in chosen if ("down.weight", dim) in s.consumers) for dim in (1, 0))
+    hidden = torch.relu(model.up(x)) * theta[inner]
+    branch = F.linear(hidden, model.down.weight, model.down.bias) * theta[outer]
+    torch.testing.assert_close(out, F.linear(x + branch, model.out.weight, model.out.bias))
+
+
 def test_a_pass_that_fails_leaves_the_weights_as_they_were():
     model, _, _ = gated("batch")
     model.last.register_forward_hook(lambda *_: 1 / 0)

@@ -13,7 +13,7 @@ from tests.processes import in_group, script, together
 from tests.sharded_worker import EPOCHS, SAVED, Training, Transformer, sentences
 
 ROOT = Path(__file__).parent.parent
-PAIRS = ("conv", "transformer", "recomputed", "gradients decide", "per batch", "replicated", "momentum")
+PAIRS = ("conv", "transformer", "recomputed", "gradients decide", "per batch", "blocks", "replicated", "momentum")
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="torch is built without processes")
 
 
@@ -46,6 +46,10 @@ class TestEqualsDistributedDataParallel:
         sizes = {tuple(len(kept) for kept in round.values()) for round in wrapped}
         assert len(wrapped) == EPOCHS
         assert len(sizes) >= 2
+
+    def test_whole_blocks_are_among_them(self, saw):
+        (*_, last) = saw[0]["blocks"]["sharded"]["history"]
+        assert sum(len(kept) for name, kept in last.items() if name.endswith(" blocks")) < 4
 
     @pytest.mark.parametrize("name", PAIRS)
     def test_the_weights_are_the_same(self, saw, name):

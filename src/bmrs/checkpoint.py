@@ -22,6 +22,7 @@ from bmrs.noise import NoiseBank
 from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.record import GATES, Removed, check_record, removed
 from bmrs.structure.remove import apply
+from bmrs.structure.standin import as_built
 
 _KEY = "bmrs"
 _SUM = "bmrs_checksum"
@@ -72,7 +73,9 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     model = unwrapped(model)
     _check_numbers(model)
     tensors, content = _read(Path(path))
-    present = _kept_tensors(model)
+    record = _record_in(content, path)
+    with as_built(model):
+        present = {name: tensor for name, tensor in _kept_tensors(model).items() if not record.gone(name)}
     missing, foreign = sorted(present.keys() - tensors.keys()), sorted(tensors.keys() - present.keys())
     if any(name.startswith(GATES) for name in foreign):
         raise ValueError(
@@ -83,7 +86,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         raise ValueError(
             f"{path} was saved from another model ({content['class']}; {found}): build the one it came from."
         )
-    record = _checked_record(model, content, path)
+    _check_record(model, record, path)
     for name, tensor in tensors.items():
         expected = record.shape(name, present[name], removed(model))
         if tuple(tensor.shape) != expected:
@@ -184,17 +187,19 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, known
 
 
-def _checked_record(model: nn.Module, content: dict[str, Any], path: Any) -> Removed:
-    """The record, if the model is the original it speaks of (or has been shrunk the same way already)."""
+def _record_in(content: Mapping[str, Any], path: Any) -> Removed:
     try:
-        record = Removed.from_json(content["removed"])
+        return Removed.from_json(content["removed"])
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise ValueError(f"{path} has a damaged description of what was removed: save it again.") from problem
+
+
+def _check_record(model: nn.Module, record: Removed, path: Any) -> None:
+    """That the model is the original the record speaks of, or has been shrunk the same way already."""
     check_record(model, record, str(path))
     own = removed(model)
     if own.kept and own != record:
         raise ValueError("model has already been reduced, in another way: build the original again and load into that.")
-    return record
 
 
 def _some(names: list[str]) -> str:

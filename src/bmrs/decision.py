@@ -34,17 +34,35 @@ def spare(chosen: Tensor, worth: Tensor, layers: Mapping[str, slice]) -> set[str
     return spared
 
 
+def spare_widths(
+    chosen: Tensor, worth: Tensor, structures: Iterable[Structure], layers: Mapping[str, slice], multiple: int
+) -> Tensor:
+    """Of what is to go, the best stay where a structure's width would be no multiple. Changes the choice; returns a
+    mask of those that stay.
+    """
+    staying = torch.zeros_like(chosen)
+    for structure in structures:
+        layer = layers[structure.name]
+        going = chosen[layer].nonzero().flatten() + layer.start
+        stay = len(going) - structure.rounded(len(going), multiple)
+        staying[going[worth[going].argsort(descending=True, stable=True)[:stay]]] = True
+    chosen &= ~staying
+    return staying
+
+
 def uncross(chosen: Tensor, worth: Tensor, structures: list[Structure], layers: Mapping[str, slice]) -> set[str]:
     """Units of several structures may share an index, as a channel and the row of a branch that is added to it do.
 
-    One index stays of each kind, and a unit goes with the last of its indices. Changes the choice; returns the
-    names of structures that were spared.
+    One index stays of each kind, unless its whole block goes, and a unit goes with the last of its indices. Changes the
+    choice; returns the names of structures that were spared.
     """
     spared: set[str] = set()
     owner = structures[0].owner
     gone, units = owner.gone, [v for s in structures for v in s.variables]
+    blocks = {v for s in structures if s.kind == "block" for v in s.variables}
     names = [name for name, layer in layers.items() for _ in range(layer.start, layer.stop)]
-    at = {variable: n for n, variable in enumerate(v for v in units if v not in gone)}
+    units_there = [v for v in units if v not in gone]
+    at = {variable: n for n, variable in enumerate(units_there)}
     places = [
         [[at[v] for v in label if v in at] for label in labels if gone.isdisjoint(label)]
         for labels in owner.findings.places.values()
@@ -52,7 +70,7 @@ def uncross(chosen: Tensor, worth: Tensor, structures: list[Structure], layers: 
     out, value = set(chosen.nonzero().flatten().tolist()), worth.tolist()
     for indices in places:
         going = [[n for n in index if n in out] for index in indices]
-        if going and all(going):
+        if going and all(going) and not any(units_there[n] in blocks for n in going[0]):
             best = max(going, key=lambda index: min(value[n] for n in index))
             out -= set(best)
             spared |= {names[n] for n in best}
@@ -71,8 +89,10 @@ def norms(
     found = False
     for structure in structures:
         first = bank.layers[structure.name].start
-        producing = [place for place in structure.places if place not in structure.consumers or structure.branch]
+        producing = [place for place in structure.places if place not in structure.consumers or structure.at_output]
         for name, dim in producing:
+            if name not in tensors:
+                continue  # gone with a block
             tensor = tensors[name]
             value = tensor.grad if gradients else tensor
             if isinstance(tensor, nn.Parameter) and value is not None:

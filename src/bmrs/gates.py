@@ -51,8 +51,8 @@ class ConsumerGate:
         return weight
 
     def multiplied(self, columns: Tensor) -> Tensor:
-        """The weight times the gates of its columns, [1, columns]."""
-        return scale(self.weight, columns, self.dim)
+        """The weight times the gates of its columns, [1, columns]; and times those of its rows, if it is already."""
+        return scale(getattr(self.module, self.name), columns, self.dim)
 
     def replace(self, product: Tensor) -> None:
         """The module sees this in place of its parameter: its __dict__ is looked at before its parameters."""
@@ -155,6 +155,8 @@ class WeightGate(ConsumerGate):
     """
 
     _product: tuple[Tensor, Tensor] | None = None  # the last one, and the gates it was made with
+    beside: "tuple[WeightGate, ...]" = ()  # gates of the same weight along other dimensions: multiplied here too
+    follows = False  # is such a gate
 
     @property
     def parted(self) -> bool:
@@ -163,7 +165,7 @@ class WeightGate(ConsumerGate):
 
     def enter(self, part: bool = False) -> bool:
         """Whether it was not there already. ``part``: when a part of the network is called, not the whole."""
-        if self.name in self.module.__dict__:
+        if self.follows or self.name in self.module.__dict__:
             return False
         theta = self.bank.current()
         # The very same tensor again: checkpointing counts what is computed inside the part.
@@ -175,14 +177,21 @@ class WeightGate(ConsumerGate):
         return True
 
     def _multiplied(self, theta: Tensor) -> Tensor:
-        if theta is self.bank._theta and self.layer is not None:
-            columns = self.bank.theta(self.layer)[:1].repeat_interleave(self.each, dim=1)
-        else:
-            columns = self.factors(theta[:1])
-        return self.multiplied(columns)
+        product = self.weight
+        for gate in (self, *self.beside):
+            if theta is self.bank._theta and gate.layer is not None:
+                columns = self.bank.theta(gate.layer)[:1].repeat_interleave(gate.each, dim=1)
+            else:
+                columns = gate.factors(theta[:1])
+            product = scale(product, columns, gate.dim)
+        return product
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_product": None}
+
+    def leave(self) -> None:
+        if not self.follows:
+            super().leave()
 
 
 class Gate:
@@ -263,23 +272,32 @@ def consumer_gates(
     seen: set[tuple[int, str, int]] = set()
     for place in dict.fromkeys(place for structure in structures for place in structure.consumers):
         first, dim = place
+        if first not in tensors:
+            continue  # gone with a block
         rows = []
         for structure in structures:
             if place in structure.consumers:
                 rows.append(units_of_columns(structure, place, tensors[first].shape[dim], layers[structure.name].start))
         columns = torch.tensor(rows)
-        branch = next((s.branch for s in structures if place in s.consumers and s.branch is not None), None)
+        at_output = any(structure.at_output and place in structure.consumers for structure in structures)
         for name in names[first]:  # a tied weight is consumed under each of its names
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             if isinstance(module, nn.Embedding) or (id(module), leaf, dim) in seen:
                 continue  # looked up, not summed over; or one module under two names
             seen.add((id(module), leaf, dim))
-            if branch is not None:
-                kind: type[ConsumerGate] = OutputGate
+            kind: type[ConsumerGate]
+            if at_output:
+                kind = OutputGate if _is_called(model, path) else WeightGate
             else:
                 kind = InputGate if _takes_input(module, leaf, dim) and _is_called(model, path) else WeightGate
             gates.append(kind(bank, module, leaf, dim, columns))
+    leaders: dict[tuple[nn.Module, str], WeightGate] = {}
+    for gate in gates:
+        if isinstance(gate, WeightGate):
+            leader = leaders.setdefault((gate.module, gate.name), gate)
+            if leader is not gate:
+                leader.beside, gate.follows = (*leader.beside, gate), True
     return gates
 
 

@@ -213,7 +213,7 @@ class NoiseBank(nn.Module):
         """
         if self._root is None:
             return
-        mine = [structure for structure in structures if structure.name in self.layers]
+        mine = [structure for structure in structures if structure.name in self._units]
         before = self._kept
         kept = self._follow(mine)
         at = {unit: place for place, unit in enumerate(before)}
@@ -244,7 +244,7 @@ class NoiseBank(nn.Module):
     def place_anew(self) -> None:
         """Gates where the structures are consumed now, in the network or in a copy of it."""
         owner = self.check_followed()
-        self._follow([structure for structure in owner.everything if structure.name in self.layers])
+        self._follow([structure for structure in owner.everything if structure.name in self._units])
 
     def get_extra_state(self) -> Tensor:
         """What a state dict needs beside the tensors: what was removed, and where the random numbers are."""
@@ -284,6 +284,8 @@ class NoiseBank(nn.Module):
         """Layers and gates for the units these structures have now; returns their original numbers."""
         kept: list[int] = []
         layers = {}
+        mine = [structure for structure in mine if structure.units]  # the others went with a block
+        mine.sort(key=lambda structure: self._first[structure.name])
         for structure in mine:
             layers[structure.name] = slice(len(kept), len(kept) + structure.units)
             first = self._first[structure.name]

@@ -5,6 +5,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from bmrs import _checks, parallel
 from bmrs.checkpoint import unwrapped
 from bmrs.criteria import BMRS_N, Criterion, Units
-from bmrs.decision import chosen_by, norms, spare, uncross
+from bmrs.decision import chosen_by, norms, spare, spare_widths, uncross
 from bmrs.draws import kl_gradient
 from bmrs.evidence import spike
 from bmrs.noise import Noise, NoiseBank
@@ -28,6 +29,9 @@ from bmrs.structure.record import GATES, removed
 from bmrs.structure.remove import become
 
 log = logging.getLogger("bmrs")
+
+# Where structures cross, what stays for one's width may go with another's unit: looked at again so often at most.
+_ROUNDS = 8
 
 
 class Ranked(NamedTuple):
@@ -66,6 +70,7 @@ class Pruner:
         structures: Iterable[Structure | str] | None = None,
         phi_lr: float = 10.0,
         warmup: int = 0,
+        round_to: int = 1,
         add_kl: bool = True,
         log_sigma: float = -5.0,
         seed: int | None = None,
@@ -79,7 +84,9 @@ class Pruner:
         number, or one per unit. ``strength``: a factor on every price. ``noise``: one draw per "example" or per
         "batch". ``structures``: those that get gates, or their names; default all of ``bmrs.structures(model, ...)``.
         ``phi_lr``: learning rate of the gates, times that of the weights. ``warmup``: optimizer steps over which the KL
-        grows to its full weight. ``add_kl=False``: the loop adds ``pruner.kl()`` to its loss itself. ``log_sigma``:
+        grows to its full weight. ``round_to``: keep the best of the units that are to go where else a layer's width
+        would be no multiple of this number, as hardware wants 8; ``pruner.round_to`` can be set at any time.
+        ``add_kl=False``: the loop adds ``pruner.kl()`` to its loss itself. ``log_sigma``:
         where the gates begin; higher for short fine-tuning. ``seed``: of the gates' draws.
         """
         if not isinstance(model, nn.Module):
@@ -92,6 +99,7 @@ class Pruner:
             raise TypeError(f"criterion must be a bmrs criterion such as BMRS_N(); got {type(criterion).__name__}.")
         self.phi_lr = _checks.number(phi_lr, "phi_lr", 0.0, math.inf, "a factor on the weights' learning rate")
         self.warmup = _checks.whole(warmup, "warmup", 0, "a number of optimizer steps")
+        self.round_to = _checks.whole(round_to, "round_to", 1, "what widths are multiples of")
         if seed is not None:
             seed = _checks.whole(seed, "seed", -math.inf, "of the gates' draws")
         strength = _checks.number(strength, "strength", 0.0, math.inf, "a factor on every price")
@@ -113,8 +121,8 @@ class Pruner:
         seed = parallel.shared_number(torch.initial_seed() if seed is None else seed, self.model, device)
         self.bank = NoiseBank.attach(self.model, chosen, noise, log_sigma=log_sigma, seed=seed)
         self._start = log_sigma
-        self._gated = [s for s in chosen if s.name in self.bank.layers]
-        gated = {variable for structure in self._gated for variable in structure.variables}
+        self._all_gated = [s for s in chosen if s.name in self.bank.layers]
+        gated = {variable for structure in self._all_gated for variable in structure.variables}
         everywhere = self.structures.findings.places.values()
         self._crossing = any(len(label & gated) > 1 for labels in everywhere for label in labels)
         try:
@@ -131,6 +139,11 @@ class Pruner:
         self.follow(*optimizers)
         parallel.rewrap(self.model)
         log.info("gates on %d units of %d structures", len(self.bank.mu), len(self._gated))
+
+    @property
+    def _gated(self) -> list[Structure]:
+        """Those that did not go with a block."""
+        return [structure for structure in self._all_gated if structure.name in self.bank.layers]
 
     # --- what trains along --------------------------------------------------------------------------------------------
 
@@ -283,12 +296,10 @@ class Pruner:
                 stacklevel=2,
             )
             chosen.zero_()
-        spared = spare(chosen, worth, self.bank.layers)
-        if self._crossing:
-            spared |= uncross(chosen, worth, self._gated, self.bank.layers)
+        spared, for_width = self._settle(chosen, worth)
         chosen = parallel.agreed(chosen, self.model)
         going = {s: chosen[self.bank.layers[s.name]].nonzero().flatten().tolist() for s in self._gated}
-        made = self._report(chosen, spared)
+        made = self._report(chosen, spared, for_width & ~chosen)
         if any(going.values()):
             if undoable or (undoable is None and fraction is not None):
                 self._snapshot = copy.deepcopy(self.state_dict())
@@ -297,6 +308,21 @@ class Pruner:
             self._shrink_copies()
             self._changed()
         return self._counted(made)
+
+    def _settle(self, chosen: Tensor, worth: Tensor) -> tuple[set[str], Tensor]:
+        """Bring a choice to one that can be: every structure keeps a unit, and a width that is a multiple of
+        ``round_to``. Changes the choice; returns the structures that were spared, and a mask of what stays for a width.
+        """
+        spared, for_width = spare(chosen, worth, self.bank.layers), torch.zeros_like(chosen)
+        for _ in range(_ROUNDS if self._crossing else 1):
+            before = chosen.clone()
+            if self.round_to > 1:
+                for_width |= spare_widths(chosen, worth, self._gated, self.bank.layers, self.round_to)
+            if self._crossing:
+                spared |= uncross(chosen, worth, self._gated, self.bank.layers)
+            if torch.equal(chosen, before):
+                break
+        return spared, for_width
 
     def undo(self) -> None:
         """Back to the moment before the last undoable :meth:`prune`: weights, gates, optimizers and copies."""
@@ -365,7 +391,7 @@ class Pruner:
             what = ""
             shape = record.reduced(name, whole)
             if name not in now:
-                what = f"'{name}' is gone"
+                what = "" if record.gone(name) else f"'{name}' is gone"
             elif isinstance(tensor, nn.Parameter) and now[name] is not tensor:
                 what = f"'{name}' is another parameter"
             elif tuple(now[name].shape) != shape:
@@ -385,7 +411,7 @@ class Pruner:
     def _parameters(self) -> int:
         return sum(p.numel() for name, p in self.model.named_parameters() if not name.startswith(GATES))
 
-    def _report(self, chosen: Tensor, spared: set[str]) -> PruneReport:
+    def _report(self, chosen: Tensor, spared: set[str], for_width: Tensor) -> PruneReport:
         delta_f = spike(self.bank.posterior())
         rows = []
         for structure in self._gated:
@@ -397,15 +423,17 @@ class Pruner:
                     structure.kind,
                     structure.units,
                     int(out.sum()),
-                    structure.name in spared,
+                    structure.name in spared and not bool(out.all()),
                     _range(values[out]),
                     _range(values[~out]),
+                    int(for_width[layer].sum()),
                 )
             )
-        return PruneReport(tuple(rows), self._parameters(), self._parameters(), repr(self.criterion))
+        now = self._parameters()
+        return PruneReport(tuple(rows), now, now, repr(self.criterion), self.round_to)
 
     def _counted(self, made: PruneReport) -> PruneReport:
-        made = PruneReport(made.structures, made.parameters_before, self._parameters(), made.criterion)
+        made = replace(made, parameters=self._parameters())
         log.info("%s", made)
         return made
 

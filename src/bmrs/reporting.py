@@ -17,6 +17,7 @@ class StructureReport:
     spared: bool  # all of its units were to go, and the best one stayed
     delta_f_removed: Range | None
     delta_f_kept: Range | None
+    for_width: int = 0  # units that were to go, and stayed for a width that is a multiple of round_to
 
     @property
     def left(self) -> int:
@@ -31,6 +32,7 @@ class PruneReport:
     parameters_before: int
     parameters: int
     criterion: str
+    round_to: int = 1
 
     @property
     def removed(self) -> int:
@@ -56,7 +58,9 @@ class PruneReport:
         ]
         rows = [("structure", "kind", "before", "removed", "left", "ΔF of removed", "ΔF of kept")]
         for row in self.structures:
-            counts = (f"{row.before:,}", f"{row.removed:,}", f"{row.left:,}{'*' if row.spared else ''}")
+            marks = ("*" if row.spared else "") + (f" (+{row.for_width:,})" if row.for_width else "")
+            left = f"{row.left:,}{marks}"
+            counts = (f"{row.before:,}", f"{row.removed:,}", left)
             rows.append((row.name, row.kind, *counts, _span(row.delta_f_removed), _span(row.delta_f_kept)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for cells in rows:
@@ -64,6 +68,8 @@ class PruneReport:
             lines.append("  ".join(made).rstrip())
         if any(row.spared for row in self.structures):
             lines.append("* all of its units were to go: a layer keeps at least its best one")
+        if any(row.for_width for row in self.structures):
+            lines.append(f"(+n) so many of them were to go, and stay for widths that are multiples of {self.round_to}")
         return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from bmrs.noise import NoiseBank
 from bmrs.steps import check_fits
 from bmrs.structure.record import GATES, Removed, check_record, removed
+from bmrs.structure.standin import as_built
 
 VERSION = 1
 
@@ -41,7 +42,8 @@ def check_state(state: Mapping[str, Any], bank: NoiseBank, networks: Mapping[nn.
         check_record(model, record, "the state")
     for (whole, network), content in zip(networks.items(), (state["model"], *state["copies"]), strict=True):
         _check_tensors(whole, network, content, record)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with as_built(model):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer, content in zip(bank.optimizers, state["optimizers"], strict=True):
         mine = [p for group in optimizer.param_groups for p in group["params"]]
         saved = [number for group in content["param_groups"] for number in group["params"]]
@@ -52,8 +54,9 @@ def check_state(state: Mapping[str, Any], bank: NoiseBank, networks: Mapping[nn.
 
 def _check_tensors(whole: nn.Module, network: nn.Module, content: Mapping[str, Any], record: Removed) -> None:
     """That a state dict has the names and shapes ``whole`` will have, the network inside it as the record says."""
-    present = whole.state_dict()
     inside = next(f"{path}." if path else "" for path, module in whole.named_modules() if module is network)
+    with as_built(network):
+        present = {name: t for name, t in whole.state_dict().items() if not record.gone(name.removeprefix(inside))}
     for name in present.keys() | content.keys():
         if name not in present or name not in content:
             where = "the state" if name not in content else "the model"

@@ -81,6 +81,14 @@ class TestByWeights:
         ]
         assert counts == [{"0": 0, "2": 4}, {"0": 2, "2": 2}]
 
+    @pytest.mark.parametrize("extra", [(), ("--per-structure",)])
+    def test_widths_are_multiples_of_round_to(self, place, extra):
+        common = ("--weights", place / "net.pt", "--input", "1x20", "--fraction", "0.5", "--dry-run", "--json", *extra)
+        free = answer(prune(place, *common))["units"]["0"]["gone"]
+        even = answer(prune(place, *common, "--round-to", "5"))["units"]["0"]["gone"]
+        assert (len(free), len(even)) == (12, 9)  # 24 units: 15 stay rather than 12
+        assert set(even) < set(free)
+
     def test_what_is_left_can_be_trained_on(self, place, tmp_path):
         prune(place, "--weights", place / "net.pt", "--input", "1x20", "--fraction", "0.5", "--out", tmp_path / "half")
         weights = tmp_path / "half" / "small.safetensors"

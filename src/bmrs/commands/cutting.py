@@ -35,15 +35,16 @@ class Cutting:
 
     ``state``: of a training's checkpoint, whose gates know what units are worth; without one the weights say.
     ``fraction``: this share of all units, or with ``per_structure`` of every structure; None: the criterion's own
-    boundary. Nothing is removed before :meth:`done`.
+    boundary. ``round_to``: widths left are multiples of it. Nothing is removed before :meth:`done`.
     """
 
     def __init__(
         self, network: nn.Module, examples: Any, criterion: bmrs.Criterion, fraction: float | None,
-        *, per_structure: bool = False, state: Mapping[str, Any] | None = None,
+        *, per_structure: bool = False, round_to: int = 1, state: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.network, self.state = network.eval(), state
-        self.pruner = bmrs.Pruner(network, examples, criterion=criterion, structures=proved(network, examples))
+        found = proved(network, examples)
+        self.pruner = bmrs.Pruner(network, examples, criterion=criterion, structures=found, round_to=round_to)
         if state is not None:
             try:
                 self.pruner.load_state_dict({**state["pruner"], "optimizers": []})
@@ -54,7 +55,10 @@ class Cutting:
                 ) from problem
         self.kept = {s.name: s.kept for s in self._gated()}
         if per_structure and fraction is not None:
-            self.going = {name: _lowest(criterion, worth, fraction) for name, worth in self.pruner.scores().items()}
+            self.going = {
+                name: _lowest(criterion, worth, fraction, self.pruner.structures[name], round_to)
+                for name, worth in self.pruner.scores().items()
+            }
         else:
             self.going = self._tried(fraction)
 
@@ -92,10 +96,13 @@ class Cutting:
         return self.network
 
 
-def _lowest(criterion: bmrs.Criterion, worth: torch.Tensor, fraction: float) -> list[int]:
+def _lowest(
+    criterion: bmrs.Criterion, worth: torch.Tensor, fraction: float, structure: bmrs.Structure, round_to: int
+) -> list[int]:
     """The share of a structure's units that is worth least; one stays, and what has no finite worth."""
     order = criterion.rank(worth)[: min(math.floor(fraction * len(worth) + 1e-9), len(worth) - 1)]
-    return sorted(order[torch.isfinite(worth[order])].tolist())
+    order = order[torch.isfinite(worth[order])]
+    return sorted(order[: structure.rounded(len(order), round_to)].tolist())
 
 
 def checkpoint_of(path: Path) -> dict[str, Any]:

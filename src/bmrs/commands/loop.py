@@ -134,7 +134,8 @@ class Training:
         self.pruner = bmrs.Pruner(
             network, self.examples, self.optimizer, num_examples=self.data.examples, criterion=self.criterion,
             price=recipe.price, strength=recipe.strength, noise="batch" if recipe.noise == "batch" else "example",
-            structures=found, phi_lr=recipe.phi_rate, warmup=recipe.steps_to_warm(self.steps), seed=recipe.seed,
+            structures=found, phi_lr=recipe.phi_rate, warmup=recipe.steps_to_warm(self.steps),
+            round_to=recipe.round_to, seed=recipe.seed,
         )  # fmt: skip
         self.recorder = Recorder(self.pruner, some(self.examples, 1), data=self.data.name,
                                  network=self.name, **asdict(recipe))  # fmt: skip

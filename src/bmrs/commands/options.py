@@ -75,6 +75,9 @@ Price = Annotated[
     ),
 ]
 Strength = Annotated[float, typer.Option(help="Factor on every price: higher removes more.")]
+RoundTo = Annotated[
+    int, typer.Option(min=1, help="Leave widths that are multiples of this number, as a GPU likes 8 or 16.")
+]
 Epochs = Annotated[int, typer.Option(help="Epochs of training, each followed by pruning.")]
 FineTune = Annotated[int, typer.Option(help="Epochs of training the small network.")]
 Batch = Annotated[int, typer.Option(help="Examples per step.")]

@@ -45,6 +45,7 @@ def prune(
     per_structure: Annotated[
         bool, typer.Option("--per-structure", help="Take --fraction of every structure, rather than of all units.")
     ] = False,
+    round_to: options.RoundTo = 1,
     device: options.Device = "auto",
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("runs/prune"),
     onnx: options.Onnx = False,
@@ -75,7 +76,9 @@ def prune(
             examples = state["examples"]
         network, examples = network.to(place), moved(examples, place)
         rule = bmrs.L2(fraction) if chosen == "l2" and fraction is not None else bmrs.criteria.by_name(chosen)
-        cutting = Cutting(network, examples, rule, fraction, per_structure=per_structure, state=state)
+        cutting = Cutting(
+            network, examples, rule, fraction, per_structure=per_structure, round_to=round_to, state=state,
+        )  # fmt: skip
         cuts = cutting.cuts
         if dry_run:
             _dry(cuts, str(rule), console, as_json, [str(out / name) for name in saving.names(onnx, "result.json")])

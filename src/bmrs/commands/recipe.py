@@ -29,6 +29,7 @@ class Recipe(training.Recipe):
     warmup: int | None = None
     precision: str = "float32"
     loss: str = "cross_entropy"
+    round_to: int = 1
     compare: bool = False  # train the network whole too
 
     def checked(self) -> "Recipe":

@@ -74,6 +74,7 @@ def train(
             help="One draw of the gates per example or batch.", autocompletion=options.one_of(*options.NOISES)
         ),
     ] = _DEFAULT.noise,
+    round_to: options.RoundTo = _DEFAULT.round_to,
     compare: Annotated[
         bool, typer.Option("--compare", help="Train the same network whole too, for as long, and compare.")
     ] = False,
@@ -108,7 +109,7 @@ def train(
     with guard(stopped=_STOPPED), Processes(device) as processes:
         recipe = Recipe(
             epochs, fine_tune, batch, learning_rate, phi_rate, price, strength, seed, optimizer, criterion, noise,
-            warmup, precision, loss, compare,
+            warmup, precision, loss, round_to, compare,
         ).checked()  # fmt: skip
         target = _one(model, model_option)
         saving.check_onnx(onnx)

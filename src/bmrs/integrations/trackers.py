@@ -188,7 +188,7 @@ def what_is_known(pruner: Pruner, report: PruneReport) -> dict[str, float]:
     }
     delta_f = spike(pruner.bank.posterior())
     for row in report.structures:
-        values = delta_f[pruner.bank.layers[row.name]]
+        values = delta_f[pruner.bank.layers.get(row.name, slice(0))]  # none are left of what went with a block
         values = values[values.isfinite()]
         known[f"units/{row.name}"] = float(row.left)
         if len(values):

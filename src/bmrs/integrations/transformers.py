@@ -61,7 +61,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], example_in
         model.save_pretrained(folder)  # type: ignore[operator]
         return {}
     search = _Search(model)
-    reason = search.unequal()
+    reason = "whole blocks are gone" if removed(model).silenced else search.unequal()
     target = Path(folder)
     for changes in search.solutions() if not reason else ():
         with _folder_beside(target) as made:

@@ -53,7 +53,7 @@ def _concrete(tensor: Tensor) -> tuple[int, ...]:
 def _walk(module: torch.fx.GraphModule, inputs: Sequence[Any], facts: Facts) -> Any:
     known: dict[torch.fx.Node, Any] = {}
     waiting = iter(inputs)
-    live = _live(module.graph)
+    live = live_nodes(module.graph)
     for node in module.graph.nodes:
         if node.op == "placeholder":
             known[node] = next(waiting)
@@ -73,7 +73,7 @@ def _walk(module: torch.fx.GraphModule, inputs: Sequence[Any], facts: Facts) -> 
     return None
 
 
-def _live(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+def live_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """The nodes that reach the output, or change something in place: what is computed in vain ties nothing."""
     live: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):

@@ -18,7 +18,7 @@ from bmrs.structure.capture import Captured, module_of
 INDICES = "bmrs_indices"
 _WIDEN = "bmrs_widen"
 # From the sum back to the layer that feeds it: what comes in between does not matter, since the hook is before it.
-_PASSED = {"dropout", "mul", "div", "permute", "transpose", "view", "reshape", "contiguous", "clone", "to", "roll",
+PASSED = {"dropout", "mul", "div", "permute", "transpose", "view", "reshape", "contiguous", "clone", "to", "roll",
            "slice", "unsqueeze", "squeeze", "flatten"}  # fmt: skip
 
 
@@ -33,12 +33,12 @@ class Branch:
 
 
 def find_branches(model: nn.Module, captured: Captured) -> list[Branch]:
-    calls = Counter(module_of(node) for node in captured.graph.nodes if _operation(node) in _LAYERS)
+    calls = Counter(module_of(node) for node in captured.graph.nodes if operation_of(node) in _LAYERS)
     found: dict[str, Branch] = {}
     for node in captured.graph.nodes:
-        if _operation(node) == "add" and len(node.all_input_nodes) == 2:
+        if operation_of(node) == "add" and len(node.all_input_nodes) == 2:
             for operand in node.all_input_nodes:
-                if _shape(operand) == _shape(node):
+                if shape_of(operand) == shape_of(node):
                     branch = _branch(model, operand, calls)
                     if branch is not None:
                         found[branch.path] = branch
@@ -48,20 +48,20 @@ def find_branches(model: nn.Module, captured: Captured) -> list[Branch]:
 _LAYERS = {"linear", "addmm", "conv1d", "conv2d", "conv3d", "batch_norm"}
 
 
-def _operation(node: torch.fx.Node) -> str:
+def operation_of(node: torch.fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     return schema.name.split("::")[-1].rstrip("_") if schema is not None else ""
 
 
-def _shape(node: torch.fx.Node) -> Any:
+def shape_of(node: torch.fx.Node) -> Any:
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _branch(model: nn.Module, node: torch.fx.Node, calls: Counter[str]) -> Branch | None:
-    while _operation(node) in _PASSED and len(node.users) == 1:
-        node = max(node.all_input_nodes, key=lambda one: prod(_shape(one) or ()))  # not the scale it is multiplied by
-    operation, path = _operation(node), module_of(node)
+    while operation_of(node) in PASSED and len(node.users) == 1:
+        node = max(node.all_input_nodes, key=lambda one: prod(shape_of(one) or ()))  # not the scale it is multiplied by
+    operation, path = operation_of(node), module_of(node)
     if operation not in _LAYERS or len(node.users) != 1 or calls[path] != 1:
         return None
     module = model.get_submodule(path)
@@ -72,7 +72,7 @@ def _branch(model: nn.Module, node: torch.fx.Node, calls: Counter[str]) -> Branc
         below = node.all_input_nodes[0]
         layer = model.get_submodule(module_of(below))
         plain = isinstance(layer, nn.modules.conv._ConvNd) and layer.groups == 1 and not layer.transposed
-        if not plain or _operation(below) not in _LAYERS or len(below.users) != 1 or calls[module_of(below)] != 1:
+        if not plain or operation_of(below) not in _LAYERS or len(below.users) != 1 or calls[module_of(below)] != 1:
             return None
         rows = [(f"{module_of(below)}.{name}", 0) for name, _ in layer.named_parameters(recurse=False)]
         scale = [(f"{path}.weight", 0), (f"{path}.bias", 0)]
@@ -108,7 +108,7 @@ class Widen:
 def widen(module: nn.Module, dim: int, size: int, indices: list[int]) -> None:
     """From now on the module's output has ``size`` indices along ``dim``, and its own are these."""
     device = next(module.parameters()).device
-    module.register_buffer(INDICES, torch.tensor(indices, device=device), persistent=False)
+    module.register_buffer(INDICES, torch.tensor(indices, dtype=torch.long, device=device), persistent=False)
     hook = module.__dict__.get(_WIDEN)
     if hook is None:
         hook = module.__dict__[_WIDEN] = Widen(dim, size)

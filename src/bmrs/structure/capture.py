@@ -6,8 +6,8 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,19 @@ class Captured:
     module: torch.fx.GraphModule
     tensors: dict[str, str]
     constants: frozenset[str] = frozenset()  # placeholders of plain tensors the model holds
+    calls: Mapping[str, "Call | None"] = field(default_factory=dict)  # by module; None: called in several ways
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a module was called: the shapes of the first tensor it was given and of the first it returned.
+
+    ``place``: where that is in a tuple it returned, and how long the tuple is; None where it returned the tensor alone.
+    """
+
+    given: tuple[int, ...]
+    made: tuple[int, ...]
+    place: tuple[int, int] | None
 
 
 def arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -97,6 +110,33 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+@contextlib.contextmanager
+def _noting_calls(model: nn.Module) -> Iterator[dict[str, Call | None]]:
+    paths = {id(module): path for path, module in model.named_modules()}
+    calls: dict[str, Call | None] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        path = paths.get(id(module))
+        given = first_tensor((*args, *kwargs.values()))
+        several = isinstance(output, tuple)
+        made = first_tensor(output if several else (output,))
+        if path is not None and given is not None and made is not None:
+            at = next(n for n, one in enumerate(output) if one is made) if several else 0
+            call = Call(tuple(given.shape), tuple(made.shape), (at, len(output)) if several else None)
+            calls[path] = call if calls.get(path, call) == call else None
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_tensor(values: Iterable[Any]) -> Tensor | None:
+    return next((value for value in values if isinstance(value, Tensor)), None)
+
+
 def capture(model: nn.Module, example_inputs: ExampleInputs, *, training: bool = False) -> Captured:
     """The graph of one forward pass on these inputs."""
     args, kwargs = arguments(example_inputs)
@@ -104,6 +144,7 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, *, training: bool =
     with contextlib.ExitStack() as stack, torch.enable_grad(), forked_rng(model):
         for setting in settings:
             stack.enter_context(setting)
+        calls = stack.enter_context(_noting_calls(model))
         try:
             program = torch.export.export(model, args, kwargs, strict=False)
         except Exception as problem:
@@ -119,7 +160,7 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, *, training: bool =
             tensors[spec.arg.name] = canonical[spec.target]
     kind = torch.export.graph_signature.InputKind.CONSTANT_TENSOR
     constants = frozenset(spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == kind)
-    return Captured(program.graph, program.graph_module, tensors, constants)
+    return Captured(program.graph, program.graph_module, tensors, constants, calls)
 
 
 class CannotCaptureError(RuntimeError):
@@ -170,7 +211,13 @@ def first_line(problem: BaseException) -> str:
 def module_of(node: torch.fx.Node) -> str:
     """The path of the innermost module this node was computed in."""
     stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = str(next(reversed(stack.values()))[0])
-    return re.sub(r"@\d+", "", path)
+    return _path(next(reversed(stack.values()))) if stack else ""
+
+
+def modules_of(node: torch.fx.Node) -> list[str]:
+    """The paths of all modules this node was computed in, from the outermost."""
+    return [_path(one) for one in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def _path(one: tuple[Any, ...]) -> str:
+    return re.sub(r"@\d+", "", str(one[0]))

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from bmrs.structure.analyse import analyse
+from bmrs.structure.analyse import analyse, live_nodes
+from bmrs.structure.blocks import Block, find_blocks
 from bmrs.structure.branches import Branch, find_branches
 from bmrs.structure.capture import ExampleInputs, canonical_names, capture, first_line, named_tensors
-from bmrs.structure.rules import ONE, Facts, Place, Value
+from bmrs.structure.rules import ONE, Facts, Place, Value, Work
 
 Label = frozenset[int]
 """The variables an index depends on: it is there while all of them are."""
@@ -36,12 +37,14 @@ class Findings:
     groups: dict[str, list[Label]]  # per module its groups
     sizes: dict[str, list[list[Label]]]  # per module the labelled dimensions it handles
     requests: dict[str, dict[tuple[str, int, int, int], Request]]
-    work: list[tuple[int, list[list[Label]]]]
+    work: list[tuple[int, list[list[Label]], str]]  # multiply-adds, the dimensions they run over, the module
     frozen: dict[Place, str]  # and why
     unknown: dict[str, str]
     notes: list[str] = field(default_factory=list)
     branches: dict[Branch, tuple[int, ...]] = field(default_factory=dict)  # variables of their rows
     streams: dict[str, list[Label]] = field(default_factory=dict)  # per branch the labels of what it is added to
+    blocks: dict[Block, int] = field(default_factory=dict)  # the variable of each
+    widths: dict[Place, list[Label]] = field(default_factory=dict)  # labels of what the last layers of blocks make
 
 
 def explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
@@ -86,8 +89,30 @@ def _explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
         analyse(training, values, facts)
     findings = _findings(facts, values, work)
     findings.notes = notes
+    _add_blocks(findings, facts, values, find_blocks(model, evaluation, live_nodes(evaluation.graph)))
     _add_branches(findings, facts, values, find_branches(model, evaluation))
     return findings
+
+
+def _add_blocks(findings: Findings, facts: Facts, values: dict[str, Value], blocks: list[Block]) -> None:
+    """All indices of a block's tensors get the block's variable beside their own."""
+    for block in blocks:
+        (own,) = facts.labels.fresh(1)
+        alone = frozenset({own})
+        findings.blocks[block] = own
+        known: dict[Label, Label] = {frozenset(): alone}
+        for name in block.tensors:
+            for dim, size in enumerate(values[name].shape):
+                place = name, dim
+                labels = findings.places.get(place)
+                if place in block.scale:
+                    findings.widths[place] = labels or [frozenset()] * size
+                if labels is not None:
+                    findings.places[place] = [known.setdefault(label, label | alone) for label in labels]
+                elif dim == 0 or place in block.scale:
+                    findings.places[place] = [alone] * size
+        for place in block.scale:
+            findings.consumed.setdefault(place, set()).add(own)
 
 
 def _add_branches(findings: Findings, facts: Facts, values: dict[str, Value], branches: list[Branch]) -> None:
@@ -107,7 +132,7 @@ def _add_branches(findings: Findings, facts: Facts, values: dict[str, Value], br
             findings.consumed.setdefault(place, set()).update(variables)
 
 
-def _findings(facts: Facts, values: dict[str, Value], work: list[tuple[int, tuple[tuple[int, ...], ...]]]) -> Findings:
+def _findings(facts: Facts, values: dict[str, Value], work: list[Work]) -> Findings:
     labels = facts.labels
     places: dict[Place, list[Label]] = {}
     frozen: dict[Place, str] = {}
@@ -152,7 +177,7 @@ def _findings(facts: Facts, values: dict[str, Value], work: list[tuple[int, tupl
         {module: resolved(dim) for module, dim in facts.groups.items()},
         sizes,
         requests,
-        [(count, [resolved(dim) for dim in dims]) for count, dims in work],
+        [(count, [resolved(dim) for dim in dims], module) for count, dims, module in work],
         frozen,
         facts.unknown,
     )

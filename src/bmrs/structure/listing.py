@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, count
 from math import prod
 from typing import Any, Protocol
 
@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from bmrs import _checks
+from bmrs.structure.blocks import Block
 from bmrs.structure.branches import Branch
 from bmrs.structure.capture import ExampleInputs, named_tensors
 from bmrs.structure.discover import Findings, Label, explore
 from bmrs.structure.mend import integers_of
 from bmrs.structure.record import GATES, Removed, removed
 from bmrs.structure.rules import Place
+from bmrs.structure.standin import lies_in, module_at
 
 # Reasons that hold in every network and need no line.
 _OBVIOUS = ("", "it comes from the model's input", "it is the model's output", "convolved over", "looked up by number")
@@ -40,7 +42,7 @@ class Structure:
     """Interchangeable units that occupy the same parameter dimensions."""
 
     name: str
-    kind: str  # neuron, filter, head, group
+    kind: str  # neuron, filter, head, group, block
     places: tuple[Place, ...]  # every parameter and buffer dimension a unit occupies
     consumers: tuple[Place, ...]  # those of them a unit's gate multiplies
     hidden: bool
@@ -71,7 +73,12 @@ class Structure:
     @property
     def foldable(self) -> bool:
         """Whether a gate can be multiplied into the weights: not where tied ones produce what they consume."""
-        return self.branch is not None or not set(self.consumers) & self.owner.findings.producers
+        return self.at_output or not set(self.consumers) & self.owner.findings.producers
+
+    @property
+    def at_output(self) -> bool:
+        """Whether gates multiply what layers make, rather than what they consume."""
+        return self.branch is not None or self.kind == "block"
 
     def indices(self, place: Place) -> list[list[int]]:
         """Per unit still there, its original indices along a parameter dimension."""
@@ -81,10 +88,33 @@ class Structure:
                 at[variable].append(index)
         return [at[variable] for variable in self.variables if variable not in self.owner.gone]
 
+    def rounded(self, count: int, multiple: int) -> int:
+        """How many of ``count`` units may go so that the width left is a multiple, in hardware's favour: at most
+        ``count``, and none where no multiple is between.
+
+        Heads, groups and blocks are no widths, and what is narrower than ``multiple`` is left at what it comes to.
+
+        >>> model = nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 2))
+        >>> hidden = Structures(model, torch.randn(2, 8))["0"]
+        >>> [hidden.rounded(count, 8) for count in (3, 4, 11, 12, 19)]
+        [0, 4, 4, 12, 12]
+        """
+        units = self.units
+        if self.kind not in ("neuron", "filter") or units < multiple:
+            return count
+        left = units - count
+        return max(0, count - -left % multiple)
+
     def verify(self) -> "Structure":
         """Prove that removal is exact, now; ``status`` says how it ended."""
         self.owner.verify([self])
         return self
+
+    @property
+    def paths(self) -> list[str]:
+        """Of blocks the modules that go with them."""
+        owned = {own: block for block, own in self.owner.findings.blocks.items()}
+        return [vacancy.path for own in self.variables if own in owned for vacancy in owned[own].vacancies]
 
     @property
     def status(self) -> str:
@@ -124,15 +154,35 @@ class Structures(Sequence[Structure]):
         self._integers: dict[str, dict[str, Any]] = {}
         self._dims: dict[str, list[list[Label]]] = {}
         self.everything = _build(self)
-        self._listed = [s for s in self.everything if not s.hidden and s.branch is None]
-        self.hidden = [s for s in self.everything if s.hidden]
-        self.branches = [s for s in self.everything if s.branch is not None]
+        self._listed = [s for s in self.everything if not s.hidden and not s.at_output]
+        self._hidden = [s for s in self.everything if s.hidden]
+        self._branches = [s for s in self.everything if s.branch is not None]
+        self._blocks = [s for s in self.everything if s.kind == "block"]
+
+    def _there(self, structures: list[Structure]) -> list[Structure]:
+        """Those that did not go with a block."""
+        return [s for s in structures if s.units] if self.gone else structures
+
+    @property
+    def hidden(self) -> list[Structure]:
+        """Structures that cross listed ones, such as the width inside heads."""
+        return self._there(self._hidden)
+
+    @property
+    def branches(self) -> list[Structure]:
+        """Rows of the last layers of residual branches."""
+        return self._there(self._branches)
+
+    @property
+    def blocks(self) -> list[Structure]:
+        """Residual branches as a whole: those of one stream that are alike are the units of a structure."""
+        return self._blocks
 
     def __len__(self) -> int:
-        return len(self._listed)
+        return len(self._there(self._listed))
 
     def __iter__(self) -> Iterator[Structure]:
-        return iter(self._listed)
+        return iter(self._there(self._listed))
 
     def __getitem__(self, key: Any) -> Any:
         """By number, or by name (those not listed too)."""
@@ -141,12 +191,12 @@ class Structures(Sequence[Structure]):
                 if structure.name == key:
                     return structure
             raise KeyError(f"no structure is called '{key}': see .table() for their names.")
-        return self._listed[key]
+        return self._there(self._listed)[key]
 
     def integers(self, path: str) -> dict[str, Any]:
         """The integers a module has written down, also in its configuration, as they were when it was listed."""
         if path not in self._integers:
-            self._integers[path] = integers_of(self.model.get_submodule(path))
+            self._integers[path] = integers_of(module_at(self.model, path))
         return self._integers[path]
 
     def dims_of(self, path: str) -> list[list[Label]]:
@@ -182,14 +232,17 @@ class Structures(Sequence[Structure]):
         """Of all structures in one pass over the products of tensors."""
         owners = {variable: structure for structure in self.everything for variable in structure.variables}
         totals: dict[Structure, float] = defaultdict(float)
-        for count, dims in self.findings.work:
+        for structure in self.blocks:
+            for path in structure.paths:
+                totals[structure] += sum(done for done, _, module in self.findings.work if lies_in(module, [path]))
+        for done, dims, _ in self.findings.work:
             left: dict[Structure, float] = defaultdict(lambda: 1.0)
             for dim in dims:
                 inside = Counter(s for label in dim for s in {owners[v] for v in label if v in owners})
                 for structure, indices in inside.items():
                     left[structure] *= 1 - indices / len(dim)
             for structure, share in left.items():
-                totals[structure] += count * (1 - share)
+                totals[structure] += done * (1 - share)
         return totals
 
     @property
@@ -223,6 +276,17 @@ class Structures(Sequence[Structure]):
         for branch, rows in self.findings.branches.items():
             if branch.path not in record.widened:  # rows that went with what they are added to, not by themselves
                 self.gone -= set(rows)
+
+    def with_blocks(self, gone: set[int]) -> set[int]:
+        """These variables, and those that lie in the blocks among them alone."""
+        tensors = {name for block, own in self.findings.blocks.items() if own in gone for name in block.tensors}
+        if not tensors:
+            return gone
+        inside: set[int] = set()
+        outside: set[int] = set()
+        for (name, _), labels in self.findings.places.items():
+            (inside if name in tensors else outside).update(*labels)
+        return gone | (inside - outside)
 
     def heading(self) -> str:
         name = type(self.model).__name__
@@ -261,9 +325,9 @@ class Structures(Sequence[Structure]):
     def notes(self) -> list[str]:
         """What else there is to know: what is removable but not listed, and what stays whole and why, in lines."""
         lines = []
-        unlisted = [structure.name for structure in (*self.hidden, *self.branches)]
+        unlisted = [structure.name for structure in (*self.blocks, *self.hidden, *self.branches)]
         if unlisted:
-            lines.append(f"Also removable by name: {_and_more(unlisted)}.")
+            lines.append(f"Also removable by name: {_and_more(unlisted, len(self.blocks) + 3)}.")
         alike: dict[str, list[str]] = defaultdict(list)
         for reason, names in self.frozen.items():
             what = reason.partition(" in ")[0]
@@ -281,7 +345,7 @@ class Structures(Sequence[Structure]):
             "parameters": self.parameters,
             "share": self.share,
             "structures": [structure.to_json() for structure in self],
-            "by_name": [structure.to_json() for structure in self.hidden],
+            "by_name": [structure.to_json() for structure in (*self.hidden, *self.branches, *self.blocks)],
             "frozen": self.frozen,
             "operations_without_a_rule": self.findings.unknown,
             "notes": self.findings.notes,
@@ -299,13 +363,14 @@ class Structures(Sequence[Structure]):
 
 def _build(owner: Structures) -> list[Structure]:
     findings = owner.findings
-    rows = {variable for variables in findings.branches.values() for variable in variables}
+    beyond = {variable for variables in findings.branches.values() for variable in variables}
+    beyond.update(findings.blocks.values())
     beside: dict[int, set[int]] = defaultdict(set)  # variables in the same label
     for labels in findings.places.values():
         for label in labels:
-            if len(label) > 1:
-                for variable in label:
-                    beside[variable].update(label - rows)
+            if len(label) > 1 and len(crossing := label - beyond) > 1:
+                for variable in crossing:
+                    beside[variable].update(crossing)
     order = {place: number for number, place in enumerate(findings.places)}
     structures = [
         Structure("", _rows_kind(owner, branch), branch.rows, branch.scale, False, variables, owner, branch)
@@ -314,7 +379,7 @@ def _build(owner: Structures) -> list[Structure]:
     ]
     for occupied, gates, units in _alike(findings):
         producing = [place for place in occupied if place not in gates or place in findings.producers]
-        if not gates or not producing or len(units) < 2 or units[0] in rows:
+        if not gates or not producing or len(units) < 2 or units[0] in beyond:
             continue  # a single unit can never go
         first = _first_indices(findings.places[producing[0]])
         units.sort(key=first.__getitem__)
@@ -323,7 +388,33 @@ def _build(owner: Structures) -> list[Structure]:
     structures.sort(key=lambda s: order[s.places[0]])
     _hide_inner(structures, findings, beside)
     _name(structures, findings)
-    return structures
+    return [*structures, *_blocks(owner, {structure.name for structure in structures})]
+
+
+def _blocks(owner: Structures, used: set[str]) -> list[Structure]:
+    families: dict[tuple[str, str], dict[Block, int]] = defaultdict(dict)
+    for block, own in owner.findings.blocks.items():
+        families[block.family][block] = own
+    made = []
+    for blocks in families.values():
+        if len(blocks) > 1:
+            occupied = tuple((name, _dim_of(block, name)) for block in blocks for name in block.tensors
+                             if owner.shapes[name])  # fmt: skip
+            gates = tuple(place for block in blocks for place in block.scale)
+            # Where their names differ stands an asterisk: layer1.*.bn2
+            parts = zip(*(block.name.split(".") for block in blocks), strict=True)
+            common = ".".join(own[0] if len(set(own)) == 1 else "*" for own in parts)
+            name = f"{common} blocks"
+            number = next(n for n in count(1) if (name if n == 1 else f"{name} #{n}") not in used)
+            name = name if number == 1 else f"{name} #{number}"
+            used.add(name)
+            made.append(Structure(name, "block", occupied, gates, False, tuple(blocks.values()), owner))
+    return made
+
+
+def _dim_of(block: Block, name: str) -> int:
+    """A dimension of which all indices are the block's: the one it is gated along, where it is."""
+    return next((dim for gated, dim in block.scale if gated == name), 0)
 
 
 def _alike(findings: Findings) -> Iterator[tuple[tuple[Place, ...], tuple[Place, ...], list[int]]]:

@@ -198,7 +198,7 @@ def correct_sizes(model: nn.Module, path: str, corrections: tuple[Correction, ..
     module = model.get_submodule(path)
     if isinstance(module, nn.MultiheadAttention):
         module.__dict__["forward"] = MultiheadForward(module)
-        _no_fast_path(model, path)
+        no_fast_path_around(model, path)
     else:
         module.__dict__["forward"] = MendedForward(module, corrections)
 
@@ -209,7 +209,7 @@ def own_sizes(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _no_fast_path(model: nn.Module, path: str) -> None:
+def no_fast_path_around(model: nn.Module, path: str) -> None:
     """Transformer layers around an attention may call a fused kernel that knows only the original shape."""
     parts = path.split(".")
     for end in range(len(parts)):

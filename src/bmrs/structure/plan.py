@@ -1,7 +1,7 @@
 """From the variables that go to a record: what every tensor, integer and hook of the smaller network is."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from bmrs.structure.discover import Label
 from bmrs.structure.listing import Structures, alive
 from bmrs.structure.mend import Correction, is_builtin
 from bmrs.structure.record import Removed
+from bmrs.structure.standin import Silence, module_at
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ def record(owner: Structures, gone: set[int], mends: set[Mend]) -> Removed:
             now.kept.setdefault(name, {})[dim] = [before[i] for i in stays] if before else stays
             now.shapes.setdefault(name, list(owner.shapes[name]))
     for path, groups in findings.groups.items():
-        if is_builtin(owner.model.get_submodule(path)) and alive(groups, gone) < len(groups):
+        if is_builtin(module_at(owner.model, path)) and alive(groups, gone) < len(groups):
             now.groups[path] = alive(groups, gone)
-            attribute = "num_groups" if isinstance(owner.model.get_submodule(path), nn.GroupNorm) else "groups"
+            attribute = "num_groups" if isinstance(module_at(owner.model, path), nn.GroupNorm) else "groups"
             now.originals.setdefault(path, {}).setdefault(attribute, len(groups))
     for branch, variables in findings.branches.items():
         if not gone.isdisjoint(variables):
@@ -43,9 +44,23 @@ def record(owner: Structures, gone: set[int], mends: set[Mend]) -> Removed:
             stream = [own for own, label in zip(variables, labels, strict=True) if gone.isdisjoint(label)]
             at = [index for index, own in enumerate(stream) if own not in gone]
             now.widened[branch.path] = (branch.dim, len(stream), at)
+    for path, silence in owner.base.silenced.items():
+        # A network listed when blocks were gone already: their stand-ins have the width of the stream they are on.
+        for labels in findings.sizes.get(path, []):
+            if len(labels) == silence.width:
+                now.silenced[path] = replace(silence, width=alive(labels, gone))
+    for block, own in findings.blocks.items():
+        if own in gone:
+            for vacancy in block.vacancies:
+                width = vacancy.width
+                if isinstance(width, tuple):
+                    width = alive(findings.widths[width], gone)
+                now.silenced[vacancy.path] = Silence(vacancy.passes, width, vacancy.place)
+            for name in block.tensors:
+                now.shapes.setdefault(name, list(owner.shapes[name]))
     if mends:
         for path in findings.sizes:
-            module = owner.model.get_submodule(path)
+            module = module_at(owner.model, path)
             for mend in mends:
                 if mend.cls is type(module):
                     _mend(owner, gone, now, path, module, mend)

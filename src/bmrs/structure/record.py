@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmrs.structure.capture import named_tensors
+from bmrs.structure.branches import INDICES
+from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.mend import Correction, integers_of
+from bmrs.structure.standin import Silence, as_built, lies_in
 
 RECORD = "bmrs_removed"  # the attribute of a network that says what was removed
 GATES = "bmrs_noise"  # the submodule that holds its gates
@@ -24,6 +26,7 @@ class Removed:
     integers: dict[str, dict[str, Any]] = field(default_factory=dict)  # module → attribute → value
     corrections: dict[str, list[Correction]] = field(default_factory=dict)  # module → sizes its code asks for
     widened: dict[str, tuple[int, int, list[int]]] = field(default_factory=dict)  # branch → dimension, size, indices
+    silenced: dict[str, Silence] = field(default_factory=dict)  # modules that are gone with whole branches
     originals: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)  # module → attribute → value
 
     def to_json(self) -> dict[str, Any]:
@@ -41,8 +44,13 @@ class Removed:
             {path: dict(values) for path, values in content["integers"].items()},
             {path: [Correction(**c) for c in cs] for path, cs in content["corrections"].items()},
             {path: (dim, size, list(indices)) for path, (dim, size, indices) in content["widened"].items()},
+            {path: _silence(**how) for path, how in content.get("silenced", {}).items()},
             {path: dict(values) for path, values in content.get("originals", {}).items()},
         )
+
+    def gone(self, name: str) -> bool:
+        """Whether a tensor of the original is no longer in the network."""
+        return lies_in(name, self.silenced)
 
     def within(self, other: "Removed") -> bool:
         """Whether everything that was removed here was removed there too."""
@@ -70,8 +78,9 @@ def removed(model: nn.Module) -> Removed:
 
 def check_record(model: nn.Module, record: Removed, source: str) -> None:
     """That the record speaks of this model. ``source``: where it comes from, for the message."""
-    modules = dict(model.named_modules())
-    for place in (*record.groups, *record.integers, *record.corrections, *record.widened):
+    with as_built(model):
+        modules, tensors, names = dict(model.named_modules()), dict(named_tensors(model)), canonical_names(model)
+    for place in (*record.groups, *record.integers, *record.corrections, *record.widened, *record.silenced):
         if place not in modules:
             raise ValueError(
                 f"{source} speaks of module '{place}', which the model does not have: build the model it was saved "
@@ -86,11 +95,17 @@ def check_record(model: nn.Module, record: Removed, source: str) -> None:
         shape = record.shapes.get(name, [])
         for dim, kept in dims.items():
             ordered = all(first < second for first, second in pairwise([-1, *kept]))
-            if not (0 <= dim < len(shape) and kept and ordered and kept[-1] < shape[dim]):
+            none = record.gone(name) and not kept
+            if not (0 <= dim < len(shape) and (none or (kept and ordered and kept[-1] < shape[dim]))):
                 raise ValueError(
                     f"{source} is damaged, since it keeps indices of '{name}' that there are not: load another."
                 )
-    own, tensors = removed(model), dict(named_tensors(model))
+    for name, tensor in tensors.items():
+        held = tensor.dim() > 0 and name == names[name] and not name.endswith(INDICES)
+        emptied = any(not kept for kept in record.kept.get(name, {}).values())
+        if held and record.gone(name) and not emptied:
+            raise ValueError(f"{source} is damaged, since it lacks what became of '{name}': load another.")
+    own = removed(model)
     for name, shape in record.shapes.items():
         if name not in tensors:
             raise ValueError(
@@ -102,6 +117,10 @@ def check_record(model: nn.Module, record: Removed, source: str) -> None:
                 f"{source} was saved from a model whose '{name}' had shape {tuple(shape)} at first; this one has "
                 f"{tuple(original)}: build the model with the same settings."
             )
+
+
+def _silence(passes: bool, width: int | None, place: Sequence[int] | None) -> Silence:
+    return Silence(passes, width, None if place is None else (place[0], place[1]))
 
 
 def _ranges(kept: list[int]) -> str:
@@ -116,7 +135,7 @@ def _ranges(kept: list[int]) -> str:
 
 def _indices(text: str) -> list[int]:
     indices: list[int] = []
-    for part in text.split(","):
+    for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
         indices.extend(range(int(first), int(last or first) + 1))
     return indices

@@ -11,6 +11,7 @@ from bmrs.structure.branches import unwiden, widen
 from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.mend import correct_sizes, own_sizes, set_integer, sync_builtin
 from bmrs.structure.record import RECORD, Removed, removed
+from bmrs.structure.standin import put_back, stand_in
 
 Keep = Mapping[str, Mapping[int, list[int]]]
 """Tensor name → dimension → indices that stay."""
@@ -24,6 +25,8 @@ def resize(model: nn.Module, keep: Keep, optimizers: Iterable[torch.optim.Optimi
         tensor = tensors[name]
         before = tensor.shape
         for state in states:
+            if not all(dims.values()):  # of a tensor that is gone there is nothing to keep
+                state.pop(tensor, None)
             for key, value in list(state.get(tensor, {}).items()):
                 if isinstance(value, Tensor) and value.dim() == len(before):
                     state[tensor][key] = _sliced(value, {d: k for d, k in dims.items() if value.shape[d] == before[d]})
@@ -37,7 +40,7 @@ def _put(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
         other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
         tensor.data = torch.empty(0, dtype=other, device=tensor.device)
     tensor.data = data
-    tensor.grad = grad
+    tensor.grad = grad if data.numel() else None
 
 
 def _sliced(tensor: Tensor, dims: Mapping[int, list[int]]) -> Tensor:
@@ -61,6 +64,7 @@ def _memory_format(tensor: Tensor) -> torch.memory_format:
 def apply(model: nn.Module, now: Removed, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
     """Bring a network from its present record to this one, which must remove more."""
     before = removed(model)
+    put_back(model)
     keep: dict[str, dict[int, list[int]]] = {}
     for name, dims in now.kept.items():
         for dim, kept in dims.items():
@@ -79,6 +83,7 @@ def apply(model: nn.Module, now: Removed, optimizers: Iterable[torch.optim.Optim
         correct_sizes(model, path, tuple(corrections))
     for path, (dim, size, indices) in now.widened.items():
         widen(model.get_submodule(path), dim, size, indices)
+    stand_in(model, now.silenced)
     model.__dict__[RECORD] = now
     drop_caches(model)
 
@@ -94,6 +99,7 @@ def become(model: nn.Module, now: Removed, optimizers: Iterable[torch.optim.Opti
 def _grow(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Back to the original's shapes, with zeros where units were removed."""
     before = removed(model)
+    put_back(model)
     tensors = dict(named_tensors(model))
     for name, dims in before.kept.items():
         tensor, shape = tensors[name], before.shapes[name]

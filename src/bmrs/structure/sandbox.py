@@ -15,14 +15,18 @@ from torch.utils import _pytree
 
 from bmrs.structure.capture import arguments, forked_rng, mode, named_tensors
 from bmrs.structure.listing import Structures
+from bmrs.structure.standin import as_built
 
 
 @contextlib.contextmanager
 def sandbox(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Whatever happens to tensors and attributes inside, the network is as it was afterwards."""
-    tensors = list({id(tensor): tensor for _, tensor in named_tensors(model)}.values())
+    with as_built(model):
+        tensors = list({id(tensor): tensor for _, tensor in named_tensors(model)}.values())
+        modules = dict.fromkeys(model.modules())
+    modules |= dict.fromkeys(model.modules())  # the stand-ins too
     before = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors]
-    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    attributes = [(module, dict(module.__dict__)) for module in modules]
     caches = [(v, dict(v)) for _, values in attributes for v in values.values() if type(v) in (dict, OrderedDict)]
     default = torch.get_default_dtype()
     try:
@@ -34,7 +38,7 @@ def sandbox(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
             )
         if dtype is not None:
             torch.set_default_dtype(dtype)
-            for module in model.modules():
+            for module in modules:
                 for name, value in list(module.__dict__.items()):
                     if type(value) is Tensor and value.is_floating_point():
                         module.__dict__[name] = value.to(dtype)

@@ -25,6 +25,7 @@ def remove_units(
     _checks.in_one_piece(model, "model", "remove units from the whole network, as bmrs.sharded.Sharded does")
     chosen = {structure: _checked(structure, model, indices) for structure, indices in units.items()}
     chosen = {structure: indices for structure, indices in chosen.items() if indices}
+    _check_left(chosen)
     if not chosen:
         return
     owners = {id(structure.owner): structure.owner for structure in chosen}
@@ -44,6 +45,7 @@ def remove_units(
             going.update(present[index] for index in indices)
     if not going:
         return
+    going = owner.with_blocks(owner.gone | going) - owner.gone
     _check_this(owner, going)
     apply(model, record(owner, owner.gone | going, owner.mends), optimizers)
     owner.gone |= going
@@ -78,8 +80,18 @@ def _checked(structure: Structure, model: nn.Module, indices: Iterable[int]) -> 
             f"units['{structure.name}'] must be between 0 and {structure.units - 1}, one for each unit left; "
             f"got {wanted[0]} to {wanted[-1]}."
         )
-    if len(wanted) >= structure.units:
-        raise ValueError(
-            f"units['{structure.name}'] would remove all {structure.units} units: one must stay, so name fewer."
-        )
     return wanted
+
+
+def _check_left(chosen: Mapping[Structure, Sequence[int]]) -> None:
+    """That a unit of every structure stays, unless all it is lies in blocks that go."""
+    going = {
+        [v for v in structure.variables if v not in structure.owner.gone][index]
+        for structure, indices in chosen.items() if structure.kind == "block"
+        for index in indices
+    }  # fmt: skip
+    for structure, indices in chosen.items():
+        if len(indices) >= structure.units and not structure.owner.with_blocks(going).issuperset(structure.variables):
+            raise ValueError(
+                f"units['{structure.name}'] would remove all {structure.units} units: one must stay, so name fewer."
+            )

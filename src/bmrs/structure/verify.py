@@ -19,6 +19,7 @@ from bmrs.structure.mend import is_builtin
 from bmrs.structure.plan import Mend, new_value, record
 from bmrs.structure.remove import apply, drop_caches
 from bmrs.structure.sandbox import difference, outputs, paused, randomise, sandbox, trial_inputs
+from bmrs.structure.standin import module_at
 
 TOLERANCE = 1e-6
 """Largest relative difference allowed. Roundings are below 1e-7, mistakes seen were 2e-3 and more."""
@@ -115,7 +116,7 @@ def scale_consumers(owner: Structures, theta: Mapping[int, float]) -> None:
     """Multiply gates into the weights that consume their units."""
     tensors = dict(named_tensors(owner.model))
     for (name, dim), variables in owner.findings.consumed.items():
-        labels = owner.findings.places.get((name, dim))
+        labels = owner.findings.places.get((name, dim)) if name in tensors else None  # it may be gone with a block
         if labels is None or variables.isdisjoint(theta.keys()):
             continue
         factors = []
@@ -136,8 +137,19 @@ def prove(owner: Structures, structures: list[Structure]) -> None:
     if not pending:
         return
     trial = Trial(owner)
-    if not _holds(owner, trial, pending):
-        pending = _isolate(owner, trial, pending)
+    # A block takes along what lies in it, which would then be tried in vain: blocks come last.
+    others, blocks = ([s for s in pending if (s.kind == "block") == block] for block in (False, True))
+    if others:
+        _prove(owner, trial, others, [])
+    if blocks:
+        known = [s for s, status in owner.status.items() if status == "exact" and s.units > 1]
+        _prove(owner, trial, blocks, known)
+
+
+def _prove(owner: Structures, trial: Trial, pending: list[Structure], known: list[Structure]) -> None:
+    """``known``: structures proved before, which are tried along."""
+    if not _holds(owner, trial, [*known, *pending]):
+        pending = _isolate(owner, trial, pending, known)
     unseen = _unseen(owner, trial, pending)
     for structure in pending:
         owner.status[structure] = (
@@ -158,6 +170,7 @@ def _unseen(owner: Structures, trial: Trial, structures: list[Structure]) -> set
             randomise(owner.model)
             tensors = dict(named_tensors(owner.model))
             places = list(dict.fromkeys(place for structure in structures for place in structure.consumers))
+            places = [place for place in places if place[0] in tensors]
             weights = [tensors[name].requires_grad_() for name, _ in places]
             _, made = trial.reference(training, torch.float32)
             total = torch.stack([(one * _mixed(one)).sum() for one in made if one.requires_grad]).sum()
@@ -190,7 +203,7 @@ def _holds(owner: Structures, trial: Trial, structures: list[Structure]) -> bool
         return trial.error(structures, owner.mends, dtype=torch.float32) <= 10 * CLEARLY_EXACT
 
 
-def _isolate(owner: Structures, trial: Trial, pending: list[Structure]) -> list[Structure]:
+def _isolate(owner: Structures, trial: Trial, pending: list[Structure], known: list[Structure]) -> list[Structure]:
     """Those of the structures that can be removed, after mending; the others get their reason."""
     patterns: dict[Any, list[Structure]] = defaultdict(list)
     for structure in pending:
@@ -209,12 +222,12 @@ def _isolate(owner: Structures, trial: Trial, pending: list[Structure]) -> list[
             else:
                 owner.status[structure] = f"kept: {trial.problem}"
     # All together once more, in both modes; if they disturb each other, add them one by one.
-    if _holds(owner, trial, good):
+    if _holds(owner, trial, [*known, *good]):
         return good
     together: list[Structure] = []
     for structure in good:
         candidate = [*together, structure]
-        if _holds(owner, trial, candidate):
+        if _holds(owner, trial, [*known, *candidate]):
             together = candidate
         else:
             owner.status[structure] = f"kept: {trial.problem}"
@@ -226,8 +239,8 @@ def _pattern(owner: Structures, structure: Structure) -> Any:
     spots = set()
     for name, dim in structure.places:
         path, _, leaf = name.rpartition(".")
-        around = owner.model.get_submodule(path.rpartition(".")[0])
-        spots.add((type(owner.model.get_submodule(path)), type(around), path.rpartition(".")[2], leaf, dim))
+        around = module_at(owner.model, path.rpartition(".")[0])
+        spots.add((type(module_at(owner.model, path)), type(around), path.rpartition(".")[2], leaf, dim))
     return structure.kind, frozenset(spots)
 
 
@@ -258,7 +271,7 @@ def _candidates(owner: Structures, alike: list[Structure]) -> tuple[list[Mend], 
     attributes: dict[Mend, None] = {}
     for path, dims in owner.findings.sizes.items():
         touched = [labels for labels in dims if any(not variables.isdisjoint(label) for label in labels)]
-        module = owner.model.get_submodule(path)
+        module = module_at(owner.model, path)
         if not touched or is_builtin(module):
             continue
         if path in owner.findings.requests or isinstance(module, nn.MultiheadAttention):

@@ -62,7 +62,7 @@ class GateLog:
     def _there(self, pruner: bmrs.Pruner) -> list[int]:
         return [
             self.layers[s.name].start + unit
-            for s in pruner.structures
+            for s in pruner.structures.everything
             if s.name in self.layers
             for unit in s.kept
         ]  # fmt: skip

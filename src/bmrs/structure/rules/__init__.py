@@ -6,9 +6,9 @@ without a rule freezes all it touches.
 """
 
 from bmrs.structure.rules import contractions, images, pointwise, rearrange, statistics
-from bmrs.structure.rules.base import ONE, RULES, Consumer, Facts, Place, Step, Value, freeze_all, values_in
+from bmrs.structure.rules.base import ONE, RULES, Consumer, Facts, Place, Step, Value, Work, freeze_all, values_in
 
 __all__ = [
-    "ONE", "RULES", "Consumer", "Facts", "Place", "Step", "Value", "contractions", "freeze_all", "images", "pointwise",
-    "rearrange", "statistics", "values_in",
+    "ONE", "RULES", "Consumer", "Facts", "Place", "Step", "Value", "Work", "contractions", "freeze_all", "images",
+    "pointwise", "rearrange", "statistics", "values_in",
 ]  # fmt: skip

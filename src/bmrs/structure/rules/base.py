@@ -9,6 +9,9 @@ from bmrs.structure.dims import Dim, Labels
 Place = tuple[str, int]
 """A dimension of a parameter or buffer: its name and the dimension's number."""
 
+Work = tuple[int, tuple[tuple[int, ...], ...], str]
+"""Multiply-adds, the labelled dimensions they run over, and the module they are done in."""
+
 ONE = "a dimension of size 1"
 
 
@@ -50,8 +53,8 @@ class Facts:
     requests: dict[str, dict[tuple[str, int, int, int], list[Dim]]] = field(default_factory=dict)
     # Parameter dimensions whose indices become indices of an activation.
     producers: set[Place] = field(default_factory=set)
-    # Products of tensors: multiply-adds, and the labelled dimensions they run over.
-    work: list[tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
+    # Of products of tensors.
+    work: list[Work] = field(default_factory=list)
 
 
 @dataclass
@@ -72,7 +75,7 @@ class Step:
         return self.outputs[0]
 
     def note_work(self, multiply_adds: int, dims: Iterable[Dim]) -> None:
-        self.facts.work.append((multiply_adds, tuple(dim for dim in dims if not isinstance(dim, str))))
+        self.facts.work.append((multiply_adds, tuple(d for d in dims if not isinstance(d, str)), self.module))
 
     def because(self, what: str) -> str:
         return f"{what} in {self.module or 'the model itself'}"
