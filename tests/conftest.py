@@ -1,8 +1,15 @@
+import gc
 import json
 from pathlib import Path
 
 import pytest
 import torch
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: searches for garbage need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
