@@ -94,7 +94,8 @@ def prune(
         size = inputs_as_options(examples)
         next_command(console, f"bmrs bench {model} {size} --small {files['network']}", "How much faster it is:")
         next_command(
-            console, f"bmrs train {model} --weights {files['network']} --data ... --out {out}-tuned",
+            console,
+            f"bmrs train {model} --weights {files['network']} --data ... --epochs 0 --fine-tune 20 --out {out}-tuned",
             "Train what is left:",
         )  # fmt: skip
         if as_json:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bmrs.commands.folders import writable
 from bmrs.study.computing import compute
 from bmrs.study.engine import Engine, chosen, explained
 from bmrs.study.footers import duration
@@ -129,6 +130,8 @@ def _add(name: str, jobs: Sequence[Job], about: str, without: Iterable[str]) -> 
             if dry_run:
                 _dry(plans, as_json, by)
             else:
+                for plan in plans:
+                    writable(plan.out)
                 with by:
                     _run(plans, by, root, as_json)
 
@@ -202,6 +205,7 @@ def sweep_command(
         if dry_run:
             _dry([wanted], as_json, by)
             return
+        writable(wanted.out)
         console, keys = Console(stderr=as_json), [setting.key for setting in wanted.settings]
         key = {"format": FORMAT, "protocol": "sweep", "seed": seed, "epochs": epochs}
         with by, Store(wanted.parts, key, restart=restart) as store, Screen(console, keys, "trials") as screen:
