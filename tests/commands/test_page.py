@@ -21,7 +21,8 @@ def test_every_command_runs(page, folders, tmp_path, monkeypatch):
     text = (ROOT / page).read_text()
     for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(code)
-    lines = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    lines = blocks.replace("\\\n", " ").splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("bmrs ")]
     told = [words for words in commands if words[1] in ("inspect", "train", "prune", "bench")]
     assert {"inspect", "train", "bench"} <= {words[1] for words in told}
