@@ -22,7 +22,7 @@ from bmrs.commands.loop import Step, Training, inputs_as_options, units_of
 from bmrs.commands.losses import Loss
 from bmrs.commands.processes import Processes
 from bmrs.commands.recipe import Recipe
-from bmrs.commands.screens import Screen, comparison, counts, next_command, paths
+from bmrs.commands.screens import Screen, comparison, counts, next_command, paths, say
 from bmrs.inspection import load_weights, make_model
 from bmrs.study.data import NAMES
 from bmrs.study.footers import duration
@@ -171,11 +171,11 @@ def _run(
     recipe, loss = training.recipe, training.loss
     held_out = next(iter(training.held_out))
     how = f"pruned by {training.criterion} after every epoch" if recipe.epochs else "fine-tuned without pruning"
-    console.print(
+    say(
+        console,
         f"[bold]{target}[/bold] on [bold]{training.data.name}[/bold]: {training.data.examples:,} training examples, "
         f"{how}; {_place(training)}.",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    )
     _warn(training)
     if saved:
         done = ", ".join(f"{epochs} of {training.phases[phase]} epochs ({Screen.TITLES[phase]})"
@@ -296,4 +296,4 @@ def _dry(training: Training, target: str, out: Path, console: Console, as_json: 
         f"Files: {', '.join(files)}",
         "Nothing was done: leave out --dry-run to begin.",
     ):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import shutil
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from bmrs.commands.errors import note
 from bmrs.commands.folders import writable
+from bmrs.commands.screens import say
 from bmrs.study.computing import compute
 from bmrs.study.engine import Engine, chosen, explained
 from bmrs.study.footers import duration
@@ -155,7 +155,7 @@ def _run(plans: Sequence[Plan], engine: Engine, root: Path | None, as_json: bool
         console.print(f"[bold]{plan.job.name}[/bold] on {plan.device}, results in {plan.out}", highlight=False)
         steps = "rounds" if plan.job.protocol == "timing" else "epochs"
         with Screen(console, [setting.key for setting in plan.settings], steps) as screen:
-            contents.append(compute(plan, screen, engine, _note))
+            contents.append(compute(plan, screen, engine, note))
         files = write(plan, contents[-1])
         answers.append(_answer(console, contents[-1], headline(contents[-1]), files, as_json and root is None))
     if root is not None:
@@ -179,7 +179,7 @@ def _answer(
     energy, seconds = content["energy"], sum(entry["seconds"] for entry in content["settings"].values())
     if energy and energy["kwh"] is not None:
         line = f"{duration(seconds)}, {energy['kwh']:.3g} kWh ({energy['how']}). {energy['note']}"
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
     console.print("\n".join(str(path) for path in files), highlight=False, soft_wrap=True)
     answer = {"name": content["name"], "result": str(files[0]), "files": [str(path) for path in files],
               "seconds": round(seconds, 3), "energy": energy, "headline": finite(rows)}  # fmt: skip
@@ -251,12 +251,12 @@ def _guard() -> Iterator[None]:
         warnings.simplefilter("always", StoreWarning)
         shown = warnings.showwarning
         warnings.showwarning = lambda message, category, *rest, **more: (
-            _note(str(message)) if issubclass(category, StoreWarning) else shown(message, category, *rest, **more)
+            note(str(message)) if issubclass(category, StoreWarning) else shown(message, category, *rest, **more)
         )
         try:
             yield
         except KeyboardInterrupt:
-            _note("stopped; give the same command again, and it goes on where it stopped.")
+            note("stopped; give the same command again, and it goes on where it stopped.")
             raise typer.Exit(130) from None
         except Exception as wrong:
             if (sentence := explained(wrong)) is None:
@@ -265,12 +265,8 @@ def _guard() -> Iterator[None]:
 
 
 def _fail(sentence: str) -> NoReturn:
-    _note(sentence)
+    note(sentence)
     raise typer.Exit(2)
-
-
-def _note(sentence: str) -> None:
-    Console(file=sys.stderr).print(Text.assemble(("bmrs: ", "red"), sentence), soft_wrap=True)
 
 
 def _module(name: str) -> Any:
