@@ -35,7 +35,7 @@ def plan(out: Path, seeds: int, epochs: int) -> Plan:
 
 
 class Killing(Screen):
-    """Kills the machine of the first task that has told of an epoch."""
+    """Kills the machine of the first task that has half of its epochs done."""
 
     def __init__(self, cluster: Cluster, engine: Ray) -> None:
         super().__init__(Console(quiet=True), ["mlp-digits"])
@@ -44,7 +44,7 @@ class Killing(Screen):
     def progress(self, key: str, done: int, total: int, task: str = "") -> None:
         super().progress(key, done, total, task)
         nodes = [n for n in self.cluster.worker_nodes if n.node_id == self.engine.running[task].node]
-        if done and nodes and not self.killed:
+        if 2 * done >= total and nodes and not self.killed:
             self.killed = f"{task}, {done} of {total} epochs done"
             self.cluster.remove_node(nodes[0], allow_graceful=False)
 
@@ -102,8 +102,8 @@ def main() -> None:
         f"# A study on {MACHINES} machines of which one is killed",
         "",
         f"Table 1 on the embedded digits, {result['networks']} networks of {options.epochs} epochs in {options.seeds}",
-        f"tasks, by this process and by a Ray cluster of {MACHINES} nodes of one core, which are processes of one machine.",
-        f"A node was killed (SIGKILL) while it computed {result['killed']}.",
+        f"tasks, by this process and by a Ray cluster of {MACHINES} nodes of one core, which are processes of one",
+        f"machine. A node was killed (SIGKILL) while it computed {result['killed']}.",
         "",
         "| computed by | the same table | the same numbers, every network | seconds |",
         "|---|---|---|---:|",
