@@ -136,6 +136,22 @@ class TestTasks:
             engine.machines()
 
 
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("127.0.0.1:9", "no Ray cluster at --address 127.0.0.1:9: .*refused"),
+        ("nowhere", "no Ray cluster at --address nowhere: it must read host:port, as 10.0.0.1:6379, or auto"),
+        ("ray://10.0.0.1:10001", "give the command on a machine of the cluster"),
+    ],
+)
+def test_an_address_where_no_cluster_is(address, sentence, monkeypatch):
+    from bmrs.study.engine_ray import Ray
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # the cluster of the other tests is left alone
+    with pytest.raises(ValueError, match=sentence):
+        Ray(address).__enter__()
+
+
 def test_a_sweep_does_not_depend_on_who_is_first(engine, tmp_path):
     trials, setting = 8, SETTINGS["lenet5-digits"]
     with Store(tmp_path / "store", {}) as store:

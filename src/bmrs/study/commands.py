@@ -9,17 +9,18 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from bmrs.commands.errors import note
+from bmrs.commands.errors import BAD_INPUT, FAILED, INTERRUPTED, note
 from bmrs.commands.folders import writable
 from bmrs.commands.screens import say
 from bmrs.study.computing import compute
-from bmrs.study.engine import Engine, chosen, explained
+from bmrs.study.engine import Engine, TasksError, chosen, explained
 from bmrs.study.footers import duration
 from bmrs.study.jobs import FORMAT, JOBS, ROOT, SHARED, Job, Plan, settle
 from bmrs.study.screen import Screen
@@ -257,16 +258,14 @@ def _guard() -> Iterator[None]:
             yield
         except KeyboardInterrupt:
             note("stopped; give the same command again, and it goes on where it stopped.")
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
         except Exception as wrong:
             if (sentence := explained(wrong)) is None:
                 raise
-            _fail(sentence)
-
-
-def _fail(sentence: str) -> NoReturn:
-    note(sentence)
-    raise typer.Exit(2)
+            note(sentence)
+            # Of what was asked, or of what happened while it was done.
+            failed = isinstance(wrong, torch.OutOfMemoryError | TasksError) or getattr(wrong, "errno", None)
+            raise typer.Exit(FAILED if failed else BAD_INPUT) from None
 
 
 def _module(name: str) -> Any:
