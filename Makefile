@@ -1,4 +1,4 @@
-# Each target is a first command: it installs what it needs into .venv.
+# Each target is a first command: it installs what it needs into .venv. What is imported is compiled then, the rest never.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -7,12 +7,12 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/bmrs demo
 
-# Tests side by side, each with one thread: threads that wait for each other are slow.
+# Tests side by side, each with one thread: threads that wait for each other are slow. In the order of tests/conftest.py.
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The documentation, into site/index.html; a warning is an error.
 docs: .venv/installed
@@ -28,7 +28,7 @@ coverage: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

@@ -47,7 +47,7 @@ def _present(entries: list[Any]) -> list[Any]:
 
 
 def _title(path: Path) -> str:
-    return path.stem.replace("_", " ").capitalize()
+    return path.stem.replace("_cuda", ", on a GPU").replace("_", " ").capitalize().replace("gpu", "GPU")
 
 
 def page_of(path: Path) -> str:

@@ -1,8 +1,27 @@
+import gc
 import json
 from pathlib import Path
 
 import pytest
 import torch
+
+# Begun first, so that no process is left alone with one of them in the end.
+LONG = (
+    "test_engine_ray", "test_trainer", "test_sharded", "test_lightning", "test_parallel", "test_protocols", "test_docs",
+    "test_browser", "test_exactness", "test_pruner_training", "test_train", "test_examples", "test_ensemble",
+    "test_trained_network", "test_rules",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    last = len(LONG)
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else last)
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: searches for garbage need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -248,7 +248,10 @@ def test_the_library_needs_torch_alone():
     script = (
         "import sys\n"
         "for name in ('typer', 'rich', 'matplotlib', 'sklearn', 'scipy'): sys.modules[name] = None\n"
-        "import bmrs, torch\n"
+        "import time, torch\n"
+        "begun = time.process_time()\n"
+        "import bmrs\n"
+        "assert time.process_time() - begun < 0.3\n"  # beside torch's own second
         "bmrs.BMRS_N().scores(bmrs.Units(bmrs.TruncatedLogNormal(torch.zeros(1), torch.zeros(1))))\n"
         "import bmrs.cli\n"
     )

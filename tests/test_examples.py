@@ -22,9 +22,10 @@ def test_an_example_is_short_and_says_how_to_run_it(path):
 
 
 def test_a_killed_loop_ends_as_if_nothing_had_happened():
-    result = kills.run(kills=2, epochs=8, seed=1)
-    assert [run["same_structure"] for run in result["runs"]] == [True, True]
-    assert [run["same_weights"] for run in result["runs"]] == [True, True]
+    [run] = kills.run(kills=1, epochs=8, seed=1)["runs"]  # results/kills.md has twenty
+    assert run["killed_after_epochs"] > 1
+    assert run["same_structure"]
+    assert run["same_weights"]
 
 
 def test_a_pretrained_resnet_is_fine_tuned_and_pruned(tmp_path, monkeypatch, capsys):

@@ -214,7 +214,7 @@ def test_the_documentation_s_program_prunes(tmp_path):
     together(2, script, path, tmp_path / "printed")
     for rank in range(2):
         units, layers, epoch = (tmp_path / f"printed-{rank}").read_text().split(maxsplit=2)
-        assert 2 <= int(units) <= 16
+        assert 3 <= int(units) <= 8  # of 64, where the task needs four
         assert layers == "2"
         assert epoch == "{'epoch': 20}\n"
 

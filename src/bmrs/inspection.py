@@ -23,7 +23,7 @@ _OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen"
 def named(target: str, what: str = "model") -> Any:
     """What ``my.module:name`` or ``path/to/file.py:name`` stands for."""
     where, colon, name = target.partition(":")
-    if not colon or not name:
+    if not (where and colon and name):
         raise ValueError(f"{what} must read my.module:make_{what} or file.py:make_{what}; got '{target}'.")
     found: Any = _from_file(Path(where)) if where.endswith(".py") else _from_name(where)
     for part in name.split("."):

@@ -90,6 +90,22 @@ def loaders():
     return DataLoader(pairs(), 16, shuffle=True), DataLoader(pairs(30), 16)
 
 
+class Spoilt(Sentences):
+    def __getitem__(self, index):
+        x = torch.randn(20)
+        return x / 0 if index == 37 else x, index % 2
+
+
+def spoilt():
+    return Spoilt(), pairs(30)
+
+
+def nan():
+    network = plain()
+    nn.init.constant_(network[0].weight, float("nan"))
+    return network
+
+
 def one_part():
     return pairs()
 

@@ -78,3 +78,13 @@ def test_elsewhere_it_says_a_line_now_and_then(clock):
     assert len(said) == 5
     assert "step 2 of 4" in said[4]
     assert said[4].endswith(" left")
+
+
+def test_prose_breaks_between_words_on_a_terminal_and_nowhere_else():
+    sentence = "units go where the evidence says so: " + " ".join(f"word{n}" for n in range(20))
+    for terminal in (True, False):
+        shown = console(40, terminal)
+        screens.say(shown, sentence)
+        lines = shown.file.getvalue().rstrip("\n").split("\n")
+        assert " ".join(line.rstrip() for line in lines) == sentence
+        assert (len(lines) > 3) == terminal

@@ -194,6 +194,33 @@ class TestTraining:
         assert result["before"]["parameters"] == trained[0]["after"]["parameters"]
         assert small(place, tmp_path)[1].out_features == result["units"]["1"]["after"]
 
+    def test_what_is_left_is_trained_without_pruning(self, place, trained, tmp_path):
+        weights = trained[1] / "small.safetensors"
+        command = ("train", f"{place / 'net.py'}:plain", "--data", place / "data.npz", "--epochs", "0", "--fine-tune",
+                   "3", "--learning-rate", "0.02", "--out", tmp_path / "out")  # fmt: skip
+        done = run(*command)
+        assert done.exit_code == 0, done.output
+        assert "fine-tuned without pruning" in done.output
+        assert "1/1  fine-tuning" in done.output
+        assert "what the gates know" not in done.output
+        assert not (tmp_path / "out" / "report.html").exists()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 24), nn.ReLU(), nn.Linear(24, 2))
+        optimizer, (x, y) = torch.optim.Adam(model.parameters(), lr=0.01), data()
+        for epoch in range(3):
+            for batch in torch.randperm(384, generator=torch.Generator().manual_seed(epoch)).split(32):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[batch]), y[batch]).backward()
+                optimizer.step()
+        for ours, theirs in zip(small(place, tmp_path / "out", "plain").parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        tuned = answer(run(*command[:1], f"{place / 'net.py'}:make", *command[2:-1], tmp_path / "tuned", "--weights",
+                           weights, "--json"))  # fmt: skip
+        left = trained[0]["units"]["1"]["after"]
+        assert tuned["units"] == {"1": {"before": left, "after": left}}
+        refused = run("prune", f"{place / 'net.py'}:make", "--checkpoint", tmp_path / "tuned")
+        assert (refused.exit_code, "no epoch of pruning" in refused.stderr) == (2, True)
+
     def test_onnx(self, place, tmp_path):
         onnxruntime = pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
@@ -298,13 +325,13 @@ ERRORS = [
     ((f"{NET}:plain", "--data", NET + ":failing"), "failed when it was called (RuntimeError: The size of tensor"),
     ((f"{NET}:plain", "--data", "{place}/torn.npz"), "torn.npz cannot be read"),
     ((f"{NET}:plain", "--data", "{place}/bytes.npz"), "x_train of {place}/bytes.npz holds bytes"),
-    ((f"{NET}:plain", "--data", "{place}/labels.npz"), "labels reach from 0 to 5, but the network has 2 outputs"),
+    ((f"{NET}:plain", "--data", "{place}/labels.npz"), "training labels reach from 0 to 5, but the network has 2"),
     ((f"{NET}:plain", "--data", "{place}/short.npz"), "x_test and y_test of {place}/short.npz must have as many"),
     ((f"{NET}:plain", "--data", "{place}/lacking.npz"), "lacks y_test: it must hold x_train, y_train"),
     ((f"{NET}:plain", "--data", "{place}"), "there is no folder {place}/train"),
     ((f"{NET}:nothing", "--data", NET + ":datasets"), "nothing can be removed from this network"),
     ((f"{NET}:nothing", "--data", NET + ":datasets", "--dry-run"), "nothing can be removed from this network"),
-    ((f"{NET}:image", "--data", NET + ":datasets"), "does not take the data's inputs, of shape (32, 20)"),
+    ((f"{NET}:image", "--data", NET + ":datasets"), "does not take the data's training inputs, of shape (32, 20)"),
     ((f"{NET}:one", "--data", NET + ":datasets", "--loss", "luck"), "unknown loss 'luck': choose one of"),
     ((f"{NET}:plain", "--data", NET + ":datasets", "--loss", "mse"), "outputs have shape (32, 2), the targets (32,)"),
     ((f"{NET}:Named", "--data", NET + ":sentences"), "the network returns a dict, and not a tensor"),
@@ -313,7 +340,14 @@ ERRORS = [
     ((f"{NET}:plain", "--data", NET + ":datasets", "--price", "free"), "unknown price 'free': choose one of"),
     ((f"{NET}:plain", "--data", NET + ":datasets", "--precision", "fp8"), "unknown precision 'fp8'"),
     ((f"{NET}:plain", "--data", NET + ":datasets", "--track", "paper"), "unknown tracker 'paper'"),
-    ((f"{NET}:plain", "--data", NET + ":datasets", "--epochs", "0"), "epochs must be above 0; got 0."),
+    ((f"{NET}:plain", "--data", NET + ":datasets", "--epochs", "-1"), "epochs must be 0 epochs or more; got -1."),
+    ((f"{NET}:plain", "--data", NET + ":datasets", "--epochs", "0", "--fine-tune", "0"), "nothing would be trained"),
+    ((f"{NET}:plain", "--data", NET + ":datasets", "--seed", str(1 << 64)), "seed must be a whole number from 0 to"),
+    ((f"{NET}:plain", "--data", "{place}/nan.npz"), "NaN or infinite numbers in the inputs of 3 examples of the test"),
+    ((f"{NET}:plain", "--data", "{place}/classes.npz"), "test labels reach from 7 to 8, but the network has 2 outputs"),
+    ((f"{NET}:plain", "--data", "{place}/wide.npz"), "the data's test inputs, of shape (32, 21)"),
+    ((f"{NET}:nan", "--data", "{place}/data.npz"), "the network's weights hold NaN or infinite numbers"),
+    ((":plain", "--data", "{place}/data.npz"), "model must read my.module:make_model"),
     ((f"{NET}:plain", "--data", NET + ":datasets", "--warmup", "-1"), "warmup must be 0 steps or more; got -1."),
     ((f"{NET}:plain", "--data", NET + ":datasets", "--strength", "-1"), "strength must be"),
     ((f"{NET}:plain", "--data", NET + ":datasets", "--device", "abacus"), "unknown device 'abacus'"),
@@ -335,6 +369,9 @@ def spoilt(place):
     np.savez(place / "labels.npz", **{**good, "y_train": np.arange(512) // 100})
     np.savez(place / "short.npz", **{**good, "y_test": y[:5]})
     np.savez(place / "lacking.npz", **{name: part for name, part in good.items() if name != "y_test"})
+    np.savez(place / "nan.npz", **{**good, "x_test": np.where(np.arange(512)[:, None] < 3, np.nan, x)})
+    np.savez(place / "classes.npz", **{**good, "y_test": y + 7})
+    np.savez(place / "wide.npz", **{**good, "x_test": np.pad(x, ((0, 0), (0, 1)))})
     (place / "torn.npz").write_bytes((place / "data.npz").read_bytes()[:3000])
     torch.save(nn.Linear(2, 2).state_dict(), place / "other.pt")
     return place
@@ -395,6 +432,13 @@ def test_what_is_missing_is_said_before_training(place, tmp_path, monkeypatch):
 
 
 class TestFailing:
+    def test_data_that_are_spoilt_further_on(self, place, tmp_path):
+        result = run("train", f"{place / 'net.py'}:plain", "--data", f"{place / 'net.py'}:spoilt", "--batch", "2",
+                     "--out", tmp_path)  # fmt: skip
+        assert result.exit_code == 1
+        assert "the loss became nan in epoch 1 of phase 'prune': the data have NaN or infinite" in result.stderr
+        assert "in the inputs of 1 examples of a batch; mend them." in result.stderr
+
     def test_a_loss_that_becomes_nan(self, place, tmp_path):
         result = run(*command(place, tmp_path, "plain"), "--loss", f"{place / 'net.py'}:nan_loss")
         assert result.exit_code == 1

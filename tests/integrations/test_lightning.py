@@ -1,9 +1,6 @@
 """Lightning trains as it did, and the network gets smaller."""
 
-import os
 import runpy
-import socket
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -16,6 +13,7 @@ from torch import nn
 import bmrs
 from tests.integrations.toy import EPOCHS, OPTIONS, RATE, X, accuracy, loader, network, same, train_by_hand
 from tests.integrations.written import board, offline, wandb_rows  # noqa: F401  a fixture among them
+from tests.processes import together
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -580,34 +578,16 @@ class TestRefused:
             pruning().finish()
 
 
-TWO_PROCESSES = """
-import sys
-sys.path.insert(0, {root!r})
-import torch
-from tests.integrations import test_lightning as toy
-
-module, callback = toy.InParts(), toy.pruning()
-fit = toy.trainer(callback, epochs=8, devices=2, strategy="ddp")
-fit.fit(module, toy.loader(16))
-torch.save((toy.units(callback), dict(module.named_parameters())), {folder!r} + f"/{{fit.global_rank}}")
-assert toy.accuracy(callback.finish()) > 0.95
-"""
+def one_of_two(folder):
+    module, callback = InParts(), pruning()
+    fit = trainer(callback, epochs=6, devices=2, strategy="ddp")
+    fit.fit(module, loader(16))
+    torch.save((units(callback), dict(module.named_parameters())), folder / str(fit.global_rank))
+    assert accuracy(callback.finish()) > 0.95
 
 
 def test_two_processes_keep_the_same_units(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(TWO_PROCESSES.format(root=str(ROOT), folder=str(tmp_path)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    started = [
-        subprocess.Popen(
-            [sys.executable, script], env={**shared, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in "01"
-    ]
-    errors = [one.communicate(timeout=180)[1] for one in started]
-    assert [one.returncode for one in started] == [0, 0], errors[0][-3000:]
+    together(2, one_of_two, tmp_path)
     (units_of_one, one), (units_of_other, other) = (torch.load(tmp_path / rank) for rank in "01")
     assert units_of_one == units_of_other
     assert units_of_one[-1] < 20

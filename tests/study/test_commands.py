@@ -361,7 +361,19 @@ class TestRefusals:
 
     def test_too_little_memory(self, monkeypatch):
         monkeypatch.setattr(sys.modules["bmrs.study.timing"], "measure", _raises(torch.OutOfMemoryError("CUDA")))
-        assert "fewer --seeds" in run("timing", "--settings", "mlp-digits", code=2).stderr
+        assert "fewer --seeds" in run("timing", "--settings", "mlp-digits", code=1).stderr
+
+    def test_a_disk_that_is_full(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(
+            sys.modules["bmrs.study.timing"], "measure", _raises(OSError(28, "No space left on device"))
+        )
+        said = run("timing", "--settings", "mlp-digits", code=1).stderr
+        assert said.startswith(
+            "bmrs: the study failed ([Errno 28] No space left on device): make room or choose another"
+        )
+        (tmp_path / "file").touch()
+        refused = run("timing", "--settings", "mlp-digits", "--out", tmp_path / "file" / "out", code=2)
+        assert "--out names a folder that cannot be made" in refused.stderr
 
     def test_no_gpu(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

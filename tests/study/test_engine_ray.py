@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -135,6 +136,22 @@ class TestTasks:
             engine.machines()
 
 
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("127.0.0.1:9", "no Ray cluster at --address 127.0.0.1:9: .*refused"),
+        ("nowhere", "no Ray cluster at --address nowhere: it must read host:port, as 10.0.0.1:6379, or auto"),
+        ("ray://10.0.0.1:10001", "give the command on a machine of the cluster"),
+    ],
+)
+def test_an_address_where_no_cluster_is(address, sentence, monkeypatch):
+    from bmrs.study.engine_ray import Ray
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # the cluster of the other tests is left alone
+    with pytest.raises(ValueError, match=sentence):
+        Ray(address).__enter__()
+
+
 def test_a_sweep_does_not_depend_on_who_is_first(engine, tmp_path):
     trials, setting = 8, SETTINGS["lenet5-digits"]
     with Store(tmp_path / "store", {}) as store:
@@ -167,10 +184,12 @@ class TestStudy:
 
     @staticmethod
     def plan(out):
-        return settle(
-            JOBS["table1"], settings="mlp-digits", methods="none,l2,bmrs_n", seeds=2, epochs=12, fine_tune=1,
+        plan = settle(
+            JOBS["table1"], settings="mlp-digits", methods="none,l2,bmrs_n", seeds=2, epochs=8, fine_tune=1,
             seeds_per_task=1, device="cpu", out=out,
         )  # fmt: skip
+        hasty = replace(plan.settings[0], learning_rate=3e-2)  # so that units go in so few epochs
+        return replace(plan, settings=(hasty,))
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -185,6 +204,7 @@ class TestStudy:
     def check(self, content, undisturbed):
         assert content["runs"] == undisturbed["runs"]
         assert len(content["runs"]) == 3 * 2
+        assert all(run["compression"]["actual"] > 0.3 for run in content["runs"] if run["method"] == "bmrs_n")
         assert content["settings"]["mlp-digits"]["networks"] == 3 * 2
         assert content["provenance"]["engine"] == "ray"
 

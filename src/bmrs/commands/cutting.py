@@ -121,5 +121,5 @@ def checkpoint_of(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or "done" not in state:
         raise ValueError(f"--checkpoint: {file} is no checkpoint of bmrs train: give the --out of one.")
     if "pruner" not in state:
-        raise ValueError(f"--checkpoint: the training in {path} has not begun to prune: let it go on first.")
+        raise ValueError(f"--checkpoint: the training in {path} has no epoch of pruning behind it: let it go on first.")
     return state

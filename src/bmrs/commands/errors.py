@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bmrs import chance
+from bmrs.commands.screens import say
 from bmrs.inspection import where_in
 from bmrs.structure.capture import CannotCaptureError
 
@@ -90,7 +91,7 @@ def fail(sentence: str, code: int = BAD_INPUT) -> NoReturn:
 
 
 def note(sentence: str) -> None:
-    Console(file=sys.stderr).print(Text.assemble(("bmrs: ", "red"), sentence), soft_wrap=True)
+    say(Console(file=sys.stderr), Text.assemble(("bmrs: ", "red"), sentence))
 
 
 def device_of(name: str) -> torch.device:

@@ -11,6 +11,7 @@ from rich.text import Text
 import bmrs
 from bmrs.commands import options
 from bmrs.commands.errors import guard
+from bmrs.commands.screens import say
 from bmrs.inspection import example_inputs, make_model
 
 
@@ -39,7 +40,7 @@ def inspect(
             return
         console.print(table(found, places))
         for line in found.notes():
-            console.print(line, highlight=False, soft_wrap=True)
+            say(console, line)
 
 
 def table(found: bmrs.Structures, places: bool = False) -> RenderableType:

@@ -1,5 +1,7 @@
 """The training ``bmrs train`` does: whole for comparison if asked, then pruning, then fine-tuning what is left.
 
+Without epochs of pruning there are gates to list the units by, and none while it trains.
+
 Each epoch's order and random numbers follow from the seed and its number alone, and its end leaves a state to go on
 from: a run that is stopped ends with the numbers of an undisturbed one.
 """
@@ -12,18 +14,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree
-from torch.utils.data import TensorDataset
+from torch import nn
 
 import bmrs
-from bmrs.commands import losses
+from bmrs.commands import fitting, losses
 from bmrs.commands.data import Batches, Data, applied, moved, some
 from bmrs.commands.errors import RunError
 from bmrs.commands.processes import Processes
 from bmrs.commands.proof import proved
 from bmrs.commands.recipe import Recipe
-from bmrs.inspection import where_in
 from bmrs.report import Recorder
 
 VERSION = 1
@@ -64,9 +63,14 @@ class Training:
         self.held_out = {
             name: Batches(part, recipe.batch, shuffle=False, **share) for name, part in data.held_out.items()
         }
-        x, y = self._first_batch()
-        self.examples = some(x, 2)
-        self._check(x, y)
+        first = fitting.first_batch("training", self.batches, self.device)
+        if first is None:
+            raise ValueError("--data has no batch to train on: give a smaller --batch.")
+        self.examples = some(first[0], 2)
+        fitting.check(self.network, self.loss, "training", data.train, *first)
+        for name, batches in self.held_out.items():
+            if held := fitting.first_batch(name, batches, self.device):
+                fitting.check(self.network, self.loss, name, data.held_out[name], *held)
         self.state: State = {}
 
     @property
@@ -79,52 +83,13 @@ class Training:
         """Epochs of each."""
         recipe = self.recipe
         whole = {WHOLE: recipe.epochs + recipe.fine_tune} if recipe.compare else {}
-        return {**whole, PRUNE: recipe.epochs, **({FINE_TUNE: recipe.fine_tune} if recipe.fine_tune else {})}
+        return {**whole, **{phase: epochs for phase, epochs in ((PRUNE, recipe.epochs), (FINE_TUNE, recipe.fine_tune))
+                            if epochs}}  # fmt: skip
 
     def built(self) -> nn.Module:
         """The network as it is before any training."""
         torch.manual_seed(self.recipe.seed)
         return self.make().to(self.device)
-
-    def _first_batch(self) -> tuple[Any, Any]:
-        try:
-            x, y = next(self.batches.of_epoch(0))
-        except StopIteration:
-            raise ValueError("--data has no batch to train on: give a smaller --batch.") from None
-        except ValueError:
-            raise
-        except Exception as problem:
-            raise ValueError(
-                f"--data fails when its first batch is read{where_in(problem)}: mend it first."
-            ) from problem
-        return moved(x, self.device), moved(y, self.device)
-
-    @torch.no_grad()
-    def _check(self, x: Any, y: Any) -> None:
-        """That network, data and loss fit each other, before anything is trained."""
-        self.network.eval()
-        try:
-            output = applied(self.network, x)
-        except Exception as problem:
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in _pytree.tree_leaves(x) if isinstance(leaf, Tensor))
-            raise ValueError(
-                f"the network does not take the data's inputs, of shape {shapes}, and fails on them"
-                f"{where_in(problem)}: change one of them."
-            ) from problem
-        if self.loss.metric == "accuracy":
-            train = self.data.train
-            every = train.tensors[1] if isinstance(train, TensorDataset) and len(train.tensors) == 2 else y
-            if isinstance(y, Tensor) and not y.is_floating_point() and losses.logits(output).dim() > 1:
-                losses.check_classes(output, every)
-        try:
-            self.loss.function(output, y)
-        except ValueError:
-            raise
-        except Exception as problem:
-            raise ValueError(
-                f"--loss {self.recipe.loss} does not take the network's outputs and the data's targets"
-                f"{where_in(problem)}: change one of them."
-            ) from problem
 
     def prepare(self) -> None:
         """Put gates on the network; refuses one of which nothing can go."""
@@ -139,6 +104,8 @@ class Training:
         )  # fmt: skip
         self.recorder = Recorder(self.pruner, some(self.examples, 1), data=self.data.name,
                                  network=self.name, **asdict(recipe))  # fmt: skip
+        if not recipe.epochs:
+            self.pruner.bank.detach()  # untouched gates: their means are no part of the network
         self.wrapper = self.processes.wrapped(network)
 
     # --- the training -------------------------------------------------------------------------------------------------
@@ -163,7 +130,7 @@ class Training:
         if "start" not in self.state:
             self.pruner.bank.paused = True  # as it came, without gates
             self.state["start"] = self._judged(self.network)
-            self.pruner.bank.paused = False
+            self.pruner.bank.paused = not self.recipe.epochs
         if self.recipe.compare:
             self._whole()
         self._prune()
@@ -184,6 +151,8 @@ class Training:
 
     def _prune(self) -> None:
         network, pruner, recorder, epochs = self.network, self.pruner, self.recorder, self.recipe.epochs
+        if not epochs:
+            return
         if "pruner" in self.state:
             pruner.load_state_dict(self.state["pruner"])
             recorder.load_state_dict(self.state["recorder"])
@@ -234,10 +203,12 @@ class Training:
             self.tell(Step(phase, epoch, epochs, step, self.steps))
         mean = float(self.processes.summed(total / self.steps)) / self.processes.world
         if not math.isfinite(mean):
+            spoilt = fitting.not_finite(self.batches.of_epoch(number))
             raise RunError(
-                f"the loss became {mean:g} in epoch {epoch + 1} of phase '{phase}': give a lower --learning-rate and "
-                f"--restart."
-            )
+                f"the loss became {mean:g} in epoch {epoch + 1} of phase '{phase}': "
+                + (f"the data have {spoilt} of a batch; mend them." if spoilt else
+                   "give a lower --learning-rate and --restart.")
+            )  # fmt: skip
         return mean, time.perf_counter() - begun
 
     def _after(
@@ -295,6 +266,9 @@ class Training:
             judged["pruned"][last] if counted else None,
             judged["whole"][last] if counted and "whole" in judged else None,
         )
+        if not self.recipe.epochs:  # gates that nothing was learned of
+            for name in ("gates", "history"):
+                del found[name]
         return {
             **found, "metric": self.loss.metric, "judged": judged, "epochs": self.state["history"],
             "seconds": self.state["seconds"], "examples": self.data.examples, "processes": self.processes.world,

@@ -32,7 +32,8 @@ class Loss:
     def sums(self, output: Any, target: Any) -> Tensor:
         """Of one batch: the metric's sum and the number it is the mean of."""
         if self.metric == "accuracy":
-            right = logits(output).argmax(1) == target
+            scores = logits(output)
+            right = (scores.argmax(1) == target) & ~scores.isnan().any(1)  # of which argmax names one
             return torch.stack([right.sum().double(), torch.tensor(float(right.numel()), device=right.device).double()])
         rows = float(len(target)) if isinstance(target, Tensor) and target.dim() else 1.0
         mean = self.function(output, target).double()
@@ -93,12 +94,12 @@ def _mse(output: Any, target: Tensor) -> Tensor:
     return F.mse_loss(found, target.to(found.dtype))
 
 
-def check_classes(output: Any, target: Any) -> None:
+def check_classes(output: Any, target: Any, part: str) -> None:
     """That every label has an output: a GPU would end the program without saying why."""
     found = logits(output)
     low, high = int(target.min()), int(target.max())
     if low < 0 or high >= found.shape[1]:
         raise ValueError(
-            f"labels reach from {low} to {high}, but the network has {found.shape[1]} outputs, for labels from 0 to "
-            f"{found.shape[1] - 1}: give it one for every class."
+            f"{part} labels reach from {low} to {high}, but the network has {found.shape[1]} outputs, for labels from "
+            f"0 to {found.shape[1] - 1}: give it one for every class."
         )

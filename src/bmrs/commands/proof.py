@@ -13,5 +13,7 @@ def proved(network: nn.Module, examples: ExampleInputs) -> list[bmrs.Structure]:
     with Console(stderr=True, quiet=chance.rank() > 0).status("proving that removal is exact ..."):
         found = bmrs.structures(network, examples).verify()
     if not any(structure.status == "exact" for structure in found):
+        if not all(tensor.isfinite().all() for tensor in network.state_dict().values()):
+            raise ValueError("the network's weights hold NaN or infinite numbers, so nothing can be proved: mend them.")
         raise ValueError("nothing can be removed from this network:  bmrs inspect  says why.")
     return list(found)

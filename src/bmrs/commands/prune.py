@@ -15,7 +15,7 @@ from bmrs.commands.data import moved, some
 from bmrs.commands.errors import device_of, guard, running
 from bmrs.commands.folders import writable
 from bmrs.commands.loop import inputs_as_options
-from bmrs.commands.screens import comparison, counts, next_command, paths, structures
+from bmrs.commands.screens import comparison, counts, next_command, paths, say, structures
 from bmrs.inspection import example_inputs, load_weights, make_model
 from bmrs.study.provenance import provenance
 from bmrs.study.store import write_json
@@ -97,7 +97,8 @@ def prune(
         size = inputs_as_options(examples)
         next_command(console, f"bmrs bench {model} {size} --small {files['network']}", "How much faster it is:")
         next_command(
-            console, f"bmrs train {model} --weights {files['network']} --data ... --out {out}-tuned",
+            console,
+            f"bmrs train {model} --weights {files['network']} --data ... --epochs 0 --fine-tune 20 --out {out}-tuned",
             "Train what is left:",
         )  # fmt: skip
         if as_json:
@@ -166,8 +167,8 @@ def _dry(cuts: list[Cut], rule: str, console: Console, as_json: bool, files: lis
     console.print(structures((cut.structure, cut.kind, cut.before, cut.after) for cut in cuts))
     for cut in cuts:
         if cut.gone:
-            console.print(f"{cut.structure}: {spans(cut.gone)}", highlight=False, soft_wrap=True)
-    console.print(f"Decided by {rule}. Files: {', '.join(files)}", highlight=False, soft_wrap=True)
+            say(console, f"{cut.structure}: {spans(cut.gone)}")
+    say(console, f"Decided by {rule}. Files: {', '.join(files)}")
     console.print("Nothing was done: leave out --dry-run to begin.")
 
 

@@ -40,12 +40,14 @@ class Recipe(training.Recipe):
         ):  # fmt: skip
             options.check(name, getattr(self, name), choices)
         _checks.number(self.strength, "strength", 0.0, math.inf, "a factor on every price")
-        for name in ("epochs", "batch", "learning_rate", "phi_rate"):
+        for name in ("batch", "learning_rate", "phi_rate"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0; got {getattr(self, name)}.")
-        for name, unit in (("fine_tune", "epochs"), ("warmup", "steps")):
+        for name, unit in (("epochs", "epochs"), ("fine_tune", "epochs"), ("warmup", "steps")):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must be 0 {unit} or more; got {getattr(self, name)}.")
+        if not self.epochs and not self.fine_tune:
+            raise ValueError("epochs and fine_tune are both 0, so nothing would be trained: give one of them.")
         return self
 
     def steps_to_warm(self, steps_per_epoch: int) -> int:
@@ -58,7 +60,8 @@ class Recipe(training.Recipe):
         'no unit can go: learning rate × phi rate × steps is 1.1, and about 8 is'
         """
         way = self.learning_rate * self.phi_rate * self.epochs * steps_per_epoch
-        if way >= NEEDED or self.optimizer == "sgd":  # whose steps are as long as the gradient
+        # The steps of SGD are as long as the gradient.
+        if way >= NEEDED or self.optimizer == "sgd" or not self.epochs:
             return ""
         return (
             f"no unit can go: learning rate × phi rate × steps is {way:.1f}, and about {NEEDED:g} is needed; give more "

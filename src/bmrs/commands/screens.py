@@ -140,6 +140,11 @@ def structures(rows: Iterable[tuple[str, str, int, int]]) -> Table:
     return table
 
 
+def say(console: Console, prose: RenderableType) -> None:
+    """Broken between words on a terminal, and in one line elsewhere."""
+    console.print(prose, highlight=False, soft_wrap=not console.is_terminal)
+
+
 def paths(console: Console, files: Mapping[str, object]) -> None:
     """What was written, one line each."""
     for what, path in files.items():

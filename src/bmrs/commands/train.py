@@ -22,7 +22,7 @@ from bmrs.commands.loop import Step, Training, inputs_as_options, units_of
 from bmrs.commands.losses import Loss
 from bmrs.commands.processes import Processes
 from bmrs.commands.recipe import Recipe
-from bmrs.commands.screens import Screen, comparison, counts, next_command, paths
+from bmrs.commands.screens import Screen, comparison, counts, next_command, paths, say
 from bmrs.inspection import load_weights, make_model
 from bmrs.study.data import NAMES
 from bmrs.study.footers import duration
@@ -52,7 +52,9 @@ def train(
             autocompletion=options.one_of(*options.LOSSES),
         ),
     ] = _DEFAULT.loss,
-    epochs: options.Epochs = _DEFAULT.epochs,
+    epochs: Annotated[
+        int, typer.Option(help="Epochs of training, each followed by pruning; 0: fine-tune alone.")
+    ] = _DEFAULT.epochs,
     fine_tune: options.FineTune = _DEFAULT.fine_tune,
     batch: options.Batch = _DEFAULT.batch,
     learning_rate: Annotated[float, typer.Option(help="Of the weights; half of it while fine-tuning.")] = (
@@ -169,11 +171,12 @@ def _run(
 ) -> dict[str, Any]:  # fmt: skip
     recipe, loss = training.recipe, training.loss
     held_out = next(iter(training.held_out))
-    console.print(
+    how = f"pruned by {training.criterion} after every epoch" if recipe.epochs else "fine-tuned without pruning"
+    say(
+        console,
         f"[bold]{target}[/bold] on [bold]{training.data.name}[/bold]: {training.data.examples:,} training examples, "
-        f"pruned by {training.criterion} after every epoch; {_place(training)}.",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{how}; {_place(training)}.",
+    )
     _warn(training)
     if saved:
         done = ", ".join(f"{epochs} of {training.phases[phase]} epochs ({Screen.TITLES[phase]})"
@@ -220,17 +223,19 @@ def _finish(
         result["files"] = {what: str(path) for what, path in files.items()}
         write_json(out / "result.json", result)
         files["numbers"] = out / "result.json"
-        files["report"] = report.write(report.load(out / "result.json"), out / "report.html")
+        pruned = training.recipe.epochs > 0
+        if pruned:  # else there is nothing of gates to show
+            files["report"] = report.write(report.load(out / "result.json"), out / "report.html")
     console.print()
     console.print(_table(result, training.loss))
-    if result["before"]["parameters"] == result["after"]["parameters"]:
+    if pruned and result["before"]["parameters"] == result["after"]["parameters"]:
         console.print(
             "[yellow]No unit was removed:[/yellow] gates need time to forget. Train longer (--epochs), or let them "
             "move faster (--phi-rate) or under more pressure (--strength)."
         )
     console.print(f"Trained for {duration(result['seconds'])}.", highlight=False)
     paths(console, {"Small network": files["network"], **({"ONNX": files["onnx"]} if onnx else {}),
-                    "Numbers": files["numbers"], "Report": files["report"]})  # fmt: skip
+                    "Numbers": files["numbers"], **({"Report": files["report"]} if pruned else {})})  # fmt: skip
     where, _, name = target.partition(":")
     maker = f"{name}()" if where.endswith(".py") else f"{where}.{name}()"
     console.print(f'Load it:  model = bmrs.load({maker}, "{files["network"]}")', highlight=False, soft_wrap=True,
@@ -238,18 +243,19 @@ def _finish(
     console.print()
     shapes = inputs_as_options(training.examples)
     next_command(console, f"bmrs bench {target} {shapes} --small {files['network']}", "How much faster it is:")
-    begun = f" --weights {weights}" if weights else ""
-    next_command(
-        console, f"bmrs prune {target}{begun} --checkpoint {out} --fraction 0.5 --out {out}-half",
-        "Smaller still, by what the gates know:",
-    )  # fmt: skip
+    if pruned:
+        begun = f" --weights {weights}" if weights else ""
+        next_command(
+            console, f"bmrs prune {target}{begun} --checkpoint {out} --fraction 0.5 --out {out}-half",
+            "Smaller still, by what the gates know:",
+        )  # fmt: skip
     if as_json:
         print(json.dumps({**{k: result[k] for k in ("before", "after", "units", "metric", "judged", "seconds")},
                           "files": {what: str(path) for what, path in files.items()}}, indent=2))  # fmt: skip
 
 
 def _table(result: Mapping[str, Any], loss: Loss) -> Any:
-    whole = "whole" in result["judged"]
+    whole = result["provenance"]["recipe"]["compare"]
     first = result["judged"]["whole" if whole else "start"]
     rows = []
     for name, after in result["judged"]["pruned"].items():
@@ -259,7 +265,8 @@ def _table(result: Mapping[str, Any], loss: Loss) -> Any:
     for what, title in (("parameters", "parameters"), ("multiply_adds", "multiply-adds per example")):
         rows.append(counts(title, result["before"][what], result["after"][what]))
     rows.append(counts("units", *units_of(result)))
-    return comparison(("trained whole" if whole else "at the start", "pruned", "change"), rows)
+    now = "pruned" if result["provenance"]["recipe"]["epochs"] else "fine-tuned"
+    return comparison(("trained whole" if whole else "at the start", now, "change"), rows)
 
 
 def _dry(training: Training, target: str, out: Path, console: Console, as_json: bool, onnx: bool) -> None:
@@ -268,7 +275,8 @@ def _dry(training: Training, target: str, out: Path, console: Console, as_json: 
         raise ValueError("nothing can be removed from this network:  bmrs inspect  says why.")
     _warn(training)
     recipe, epochs = training.recipe, sum(training.phases.values())
-    files = [str(out / name) for name in saving.names(onnx, "result.json", "report.html")]
+    others = ("result.json", "report.html") if recipe.epochs else ("result.json",)
+    files = [str(out / name) for name in saving.names(onnx, *others)]
     about = {
         "model": target, "data": training.data.name, "examples": training.data.examples,
         "held_out": list(training.held_out), "parameters": bmrs.cost.parameters(training.network),
@@ -281,11 +289,12 @@ def _dry(training: Training, target: str, out: Path, console: Console, as_json: 
         return
     console.print(table(found))
     phases = ", then ".join(f"{n} epochs of {Screen.TITLES[phase]}" for phase, n in training.phases.items())
+    may = "may go" if recipe.epochs else "stay"
     for line in (
-        f"{about['units']:,} units in {len(found)} structures may go.",
+        f"{about['units']:,} units in {len(found)} structures {may}.",
         f"{about['examples']:,} examples: {phases}; {training.steps:,} steps each, {about['steps']:,} in all, "
         f"{_place(training)}.",
         f"Files: {', '.join(files)}",
         "Nothing was done: leave out --dry-run to begin.",
     ):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)

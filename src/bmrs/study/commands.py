@@ -6,19 +6,21 @@ import importlib
 import inspect
 import json
 import shutil
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from bmrs.commands.errors import BAD_INPUT, FAILED, INTERRUPTED, note
+from bmrs.commands.folders import writable
+from bmrs.commands.screens import say
 from bmrs.study.computing import compute
-from bmrs.study.engine import Engine, chosen, explained
+from bmrs.study.engine import Engine, TasksError, chosen, explained
 from bmrs.study.footers import duration
 from bmrs.study.jobs import FORMAT, JOBS, ROOT, SHARED, Job, Plan, settle
 from bmrs.study.screen import Screen
@@ -129,6 +131,8 @@ def _add(name: str, jobs: Sequence[Job], about: str, without: Iterable[str]) -> 
             if dry_run:
                 _dry(plans, as_json, by)
             else:
+                for plan in plans:
+                    writable(plan.out)
                 with by:
                     _run(plans, by, root, as_json)
 
@@ -152,7 +156,7 @@ def _run(plans: Sequence[Plan], engine: Engine, root: Path | None, as_json: bool
         console.print(f"[bold]{plan.job.name}[/bold] on {plan.device}, results in {plan.out}", highlight=False)
         steps = "rounds" if plan.job.protocol == "timing" else "epochs"
         with Screen(console, [setting.key for setting in plan.settings], steps) as screen:
-            contents.append(compute(plan, screen, engine, _note))
+            contents.append(compute(plan, screen, engine, note))
         files = write(plan, contents[-1])
         answers.append(_answer(console, contents[-1], headline(contents[-1]), files, as_json and root is None))
     if root is not None:
@@ -176,7 +180,7 @@ def _answer(
     energy, seconds = content["energy"], sum(entry["seconds"] for entry in content["settings"].values())
     if energy and energy["kwh"] is not None:
         line = f"{duration(seconds)}, {energy['kwh']:.3g} kWh ({energy['how']}). {energy['note']}"
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
     console.print("\n".join(str(path) for path in files), highlight=False, soft_wrap=True)
     answer = {"name": content["name"], "result": str(files[0]), "files": [str(path) for path in files],
               "seconds": round(seconds, 3), "energy": energy, "headline": finite(rows)}  # fmt: skip
@@ -202,6 +206,7 @@ def sweep_command(
         if dry_run:
             _dry([wanted], as_json, by)
             return
+        writable(wanted.out)
         console, keys = Console(stderr=as_json), [setting.key for setting in wanted.settings]
         key = {"format": FORMAT, "protocol": "sweep", "seed": seed, "epochs": epochs}
         with by, Store(wanted.parts, key, restart=restart) as store, Screen(console, keys, "trials") as screen:
@@ -247,26 +252,20 @@ def _guard() -> Iterator[None]:
         warnings.simplefilter("always", StoreWarning)
         shown = warnings.showwarning
         warnings.showwarning = lambda message, category, *rest, **more: (
-            _note(str(message)) if issubclass(category, StoreWarning) else shown(message, category, *rest, **more)
+            note(str(message)) if issubclass(category, StoreWarning) else shown(message, category, *rest, **more)
         )
         try:
             yield
         except KeyboardInterrupt:
-            _note("stopped; give the same command again, and it goes on where it stopped.")
-            raise typer.Exit(130) from None
+            note("stopped; give the same command again, and it goes on where it stopped.")
+            raise typer.Exit(INTERRUPTED) from None
         except Exception as wrong:
             if (sentence := explained(wrong)) is None:
                 raise
-            _fail(sentence)
-
-
-def _fail(sentence: str) -> NoReturn:
-    _note(sentence)
-    raise typer.Exit(2)
-
-
-def _note(sentence: str) -> None:
-    Console(file=sys.stderr).print(Text.assemble(("bmrs: ", "red"), sentence), soft_wrap=True)
+            note(sentence)
+            # Of what was asked, or of what happened while it was done.
+            failed = isinstance(wrong, torch.OutOfMemoryError | TasksError) or getattr(wrong, "errno", None)
+            raise typer.Exit(FAILED if failed else BAD_INPUT) from None
 
 
 def _module(name: str) -> Any:

@@ -159,4 +159,6 @@ def explained(error: Exception) -> str | None:
             "the GPU's memory is too small for all networks at once: give fewer --seeds or --methods, "
             "or --seeds-per-task."
         )
+    if isinstance(error, OSError) and error.errno:  # the system's
+        return f"the study failed ({error}): make room or choose another --out, and give the same command again."
     return str(error) if isinstance(error, ValueError | OSError) else None

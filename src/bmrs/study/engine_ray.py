@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import pickle
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -36,6 +37,7 @@ RETRIES = 3  # of a task whose worker died, or that raised what may not be its o
 EVERY = 0.25  # seconds between two words about a task's progress, and between two looks into the mailbox
 _INSTALL = "install 'bmrs[ray]' of this version on every machine."
 _LOOK = 120.0  # seconds a machine may take to answer at first
+_CONNECT = 10.0  # seconds until there must be a connection to it
 
 
 @dataclass
@@ -80,8 +82,9 @@ class Ray:
                 more: dict[str, Any] = {"num_cpus": self.workers} if (self.workers or 0) > (os.cpu_count() or 1) else {}
                 ray.init(address="local", include_dashboard=False, **more, **options)
             else:
+                _reached(self.address)  # Ray itself tries for minutes
                 ray.init(address=self.address, **options)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as wrong:
+        except (OSError, OverflowError, RuntimeError, ValueError) as wrong:
             first = next(iter(str(wrong).splitlines()), type(wrong).__name__)
             at = "on this machine" if self.address is None else f"at --address {self.address}"
             raise ValueError(f"no Ray cluster {at}: {first}") from wrong
@@ -237,6 +240,17 @@ class Ray:
             for attempt in self.running.values():
                 ray.cancel(attempt.ref, force=True)
         self.running.clear()
+
+
+def _reached(address: str) -> None:
+    """Refuse an address where nobody listens."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not host or not port.isdecimal():
+        raise ValueError("it must read host:port, as 10.0.0.1:6379, or auto.")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT):
+        pass
 
 
 def _answer(ref: Any) -> tuple[str, str] | None:

@@ -12,6 +12,7 @@ and goes on where it stopped.
 {'accuracy': 0.97} None
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -257,6 +258,11 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         with open(partial, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except RuntimeError as wrong:
+        partial.unlink(missing_ok=True)
+        if "inline_container" in str(wrong):  # torch's word for a disk that takes no more
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from wrong
+        raise
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -27,6 +27,10 @@ class Recipe:
     strength: float = 1.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be a whole number from 0 to 2^63 - 1; got {self.seed}.")
+
 
 class GateLog:
     """The last known scores of every unit there was, kept when it is removed."""
