@@ -172,16 +172,16 @@ def attempt(
     recipe: Mapping[str, Any],
     device: str,
     save: Callable[[Mapping[str, Any]], None],
-    work: Callable[[Callable[[Mapping[str, Any]], None], dict[str, Any] | None], Mapping[str, Any]],
+    work: Callable[[Callable[..., None], dict[str, Any] | None], Mapping[str, Any]],
     *,
     alone: bool = True,
 ) -> dict[str, Any]:
     """Do ``work(keep, resume)`` from what an earlier attempt ``saved``: the content of a part.
 
     ``work`` hands its state to ``keep`` as often as it likes and is given the last one as ``resume``, on the processor;
-    now and then ``save`` gets it, with what is needed to go on. A state left by another ``recipe`` is not used. To
-    what ``work`` returns come "recipe", and "seconds" and "energy", in which all attempts add up. ``alone``: as in
-    :func:`bmrs.study.energy.measured`.
+    now and then, or ``at_once``, ``save`` gets it, with what is needed to go on. A state left by another ``recipe`` is
+    not used. To what ``work`` returns come "recipe", and "seconds" and "energy", in which all attempts add up.
+    ``alone``: as in :func:`bmrs.study.energy.measured`.
     """
     plain = finite(recipe)
     saved = saved if saved and saved.get("recipe") == plain else {}
@@ -193,10 +193,10 @@ def attempt(
             seconds = before + time.perf_counter() - start
             return {"recipe": plain, "seconds": seconds, "energy": total([saved.get("energy"), energy.result()])}
 
-        def keep(state: Mapping[str, Any]) -> None:
+        def keep(state: Mapping[str, Any], *, at_once: bool = False) -> None:
             nonlocal written, cost
             now = time.perf_counter()
-            if SAVING * (now - written) >= cost:
+            if at_once or SAVING * (now - written) >= cost:
                 save({"state": dict(state), **spent()})
                 written = time.perf_counter()
                 cost = written - now
