@@ -185,9 +185,10 @@ def _dry(plan: work.Plan, as_json: bool) -> None:
         print(json.dumps(described, indent=2))
         return
     recipe, console = plan.recipe, Console()
+    size = f"{recipe.resolution}×{recipe.resolution}"
     facts = (
-        f"{recipe.epochs} epochs and {recipe.fine_tune} of fine-tuning, {recipe.resolution}×{recipe.resolution} pixels, "
-        f"batches of {recipe.batch}, {recipe.precision}, gates: {recipe.gates}, price: {recipe.price}"
+        f"{recipe.epochs} epochs and {recipe.fine_tune} of fine-tuning, {size} pixels, batches of {recipe.batch}, "
+        f"{recipe.precision}, gates: {recipe.gates}, price: {recipe.price}"
     )
     table = Table(
         title=f"{plan.name} on {plan.device}, results in {plan.out}", title_justify="left", title_style="bold",
