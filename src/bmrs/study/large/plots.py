@@ -13,6 +13,7 @@ from bmrs.study.summary import Cell, Content, Setting
 
 __all__ = ["save", "table2"]
 
+_MOST = 20.0  # points of accuracy
 _BAR: dict[str, Any] = {"elinewidth": 0.8, "capsize": 2, "capthick": 0.8, "linestyle": "none", "markersize": 4.5}
 
 
@@ -53,6 +54,7 @@ def _mark(method: str) -> dict[str, Any]:
 def _points(axes: Axes, setting: Setting, cells: list[Cell], beside: bool) -> None:
     whole = next((cell for cell in cells if cell.method == "none"), None)
     plain = summary.printed(setting, "none")
+    beyond = []
     for cell in cells:
         if cell.method == "none":
             continue
@@ -65,10 +67,15 @@ def _points(axes: Axes, setting: Setting, cells: list[Cell], beside: bool) -> No
         theirs = summary.printed(setting, cell.method)
         if beside and theirs is not None and plain is not None:
             lost = plain.accuracy.mean - theirs.accuracy.mean
+            if lost > _MOST:  # it would leave no room for the others
+                beyond.append(f"paper's {plot_style.label(cell.method)}: {lost:.0f} points")
+                continue
             axes.errorbar(
                 theirs.compression.mean, lost, xerr=theirs.compression.sd, yerr=theirs.accuracy.sd, zorder=2,
                 markerfacecolor="none", **shown,
             )  # fmt: skip
+    if beyond:
+        axes.text(0.02, 0.97, "\n".join(beyond), transform=axes.transAxes, va="top", fontsize=6, color="0.35")
     axes.axhline(0.0, color=look("none").color, linestyle=look("none").line, linewidth=1, zorder=1)
     axes.margins(0.1, 0.15)
     axes.grid(color="0.92", linewidth=0.5)

@@ -17,7 +17,7 @@ from bmrs.study.counting import Counting
 from bmrs.study.large import networks
 from bmrs.study.large.deadline import Deadline, TimeUpError
 from bmrs.study.large.feed import Feed
-from bmrs.study.large.placement import gated
+from bmrs.study.large.placement import gated, short
 from bmrs.study.large.recipe import Recipe, Setting
 from bmrs.study.large.steps import Step, accuracy, optimizer_for, precise, rate, relaid, set_rate
 from bmrs.study.settings import criterion
@@ -176,7 +176,7 @@ class Run:
             self._fold()
         alive = self._alive()
         parameters = self._parameters()
-        units = {name: int(alive[0, own].sum()) for name, own in self.counting.layers.items()}
+        units = {short(name): int(alive[0, own].sum()) for name, own in self.counting.layers.items()}
         seconds = [past["seconds"] for past in self.history]
         if file is not None and self.pruner is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ class Run:
         """This setting in a result file."""
         return {
             "network": self.setting.network, "data": self.setting.data,
-            "layers": {name: own.stop - own.start for name, own in self.counting.layers.items()},
+            "layers": {short(name): own.stop - own.start for name, own in self.counting.layers.items()},
             "parameters": self.counting.parameters, "multiply_adds": self.whole, "seconds": seconds, "networks": 1,
             "made": networks.name_of(self.setting, self.recipe), "train_images": len(self.feed.train),
             "classes": self.feed.classes, **self.recipe.to_json(self.setting),

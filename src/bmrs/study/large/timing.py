@@ -13,7 +13,7 @@ import bmrs
 from bmrs.study import timing
 from bmrs.study.counting import Counting
 from bmrs.study.large import networks
-from bmrs.study.large.placement import gated
+from bmrs.study.large.placement import gated, short
 from bmrs.study.large.recipe import Recipe, Setting
 from bmrs.study.large.steps import Step, logits, optimizer_for, precise, relaid
 
@@ -63,7 +63,7 @@ def measure(
         "setting": {
             "network": setting.network,
             "data": setting.data,
-            "layers": {name: own.stop - own.start for name, own in counting.layers.items()},
+            "layers": {short(name): own.stop - own.start for name, own in counting.layers.items()},
             "parameters": counting.parameters,
             "multiply_adds": whole,
             "made": networks.name_of(setting, recipe),
