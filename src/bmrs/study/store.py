@@ -33,6 +33,7 @@ from bmrs.study.energy import measured, total
 SAVING = 0.03  # at most this share of the time goes into checkpoints: those of large ensembles take seconds
 _KEY, _LOCK, _WORKER = "key.json", "lock", "worker.json"
 _SUFFIXES = {"done": ".part.json", "begun": ".checkpoint.pt"}
+_KEPT = tuple(f"*{suffix}" for suffix in _SUFFIXES.values())
 
 
 class FolderError(ValueError):
@@ -146,6 +147,12 @@ class Store:
                 f"{path} cannot be read ({_reason(wrong)}), so nobody knows what its results are: "
                 "choose another --out, or throw them away with --restart."
             ) from None
+        if (
+            there is not None
+            and there != key
+            and not any(path for pattern in _KEPT for path in self.folder.glob(pattern))
+        ):
+            there = None  # a command that failed at once left its key and nothing else
         if there is None:
             if any(self.folder.glob("*.part.json")):
                 raise FolderError(
@@ -162,7 +169,7 @@ class Store:
     def _clear(self) -> None:
         # Only what this class writes: a folder may hold files of the user's. The key goes last, so that whatever a
         # kill in between leaves is still known by the old key.
-        for pattern in ("*.part.json", "*.checkpoint.pt", _KEY):
+        for pattern in (*_KEPT, _KEY):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
 

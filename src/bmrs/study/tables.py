@@ -88,6 +88,7 @@ def timing_table(content: Content) -> Tables:
         "removal (BMRS_N where gates are on): compare the ratios, not the milliseconds.",
         *_how_timed(content, len(grids) > len(batches)),
         *_ratios(summary.settings(content), runs),
+        *_epochs(content),
         *footers.lines(content),
     ]
     return both(grids, notes, content)
@@ -286,6 +287,17 @@ def _ratios(
             beside = f" (the paper: {_range(paper)})" if paper else ""
             sentences.append(f"{words} {_range(found)} times as long as without gates{beside}.")
     return [" ".join(sentences)] if sentences else []
+
+
+def _epochs(content: Content) -> list[str]:
+    """Where whole epochs were worked out: what they take beside those without gates."""
+    entries = {s.name: content.get("settings", {}).get(s.key, {}) for s in summary.settings(content)}
+    found = [
+        f"{name} {times['none']:g} s without gates, {times['gated']:g} s with, {times['removed']:g} s after removal"
+        for name, entry in entries.items()
+        if (times := entry.get("seconds_per_epoch"))
+    ]
+    return [f"An epoch, from the time of a step: {'; '.join(found)}."] if found else []
 
 
 def _printed_ratios(settings: Sequence[Setting], mode: str) -> list[float]:
