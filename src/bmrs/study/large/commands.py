@@ -141,11 +141,10 @@ def _run(plan: work.Plan, deadline: Deadline, measure_only: bool, as_json: bool)
             if as_json:
                 print(json.dumps({"name": plan.name, "finished": False, "files": []}))
             return
-        content = work.content(plan, found)
-        times = module("study.large.tables").as_timing(content)
+        content, tables = work.content(plan, found), module("study.large.tables")
         job = Job(plan.name, "large", "continuous", "", table="table2", figure="table2")
-        files = write(job, plan.out, content, shown_by="study.large", beside=times)
-        answer(console, content, headline(content), files, as_json, finished=not up)
+        files = write(job, plan.out, content, shown_by="study.large", beside=tables.as_timing(content))
+        answer(console, content, tables.headline(content), files, as_json, finished=not up)
 
 
 def time_large(

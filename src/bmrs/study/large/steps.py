@@ -88,6 +88,8 @@ class Step:
         if self.how == "graph" and next(network.parameters()).device.type != "cuda":
             raise ValueError("--step graph: only a GPU has CUDA graphs: choose eager or compile.")
         self.called: Any = network
+        if self.how == "graph":
+            self._stream = torch.cuda.Stream()
         if self.how == "compile":
             self.called = torch.compile(network, dynamic=False)
             if pruner is not None:
@@ -103,8 +105,10 @@ class Step:
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss, before the step."""
-        if self.how != "graph" or not self._captured(x, y):
+        if self.how != "graph":
             return self.run(x, y)
+        if not self._captured(x, y):
+            return self._beside(x, y)
         assert self._graph is not None
         assert self._held is not None
         self._held[0].copy_(x)
@@ -121,6 +125,15 @@ class Step:
         self.optimizer.step()
         return loss.detach()
 
+    def _beside(self, x: Tensor, y: Tensor) -> Tensor:
+        """An eager step on the stream that a graph is captured on, where autograd keeps what it accumulates into."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            loss = self.run(x, y)
+        current.wait_stream(self._stream)
+        return loss
+
     def _captured(self, x: Tensor, y: Tensor) -> bool:
         """Whether there is a graph for batches like this one; after the first steps there may be."""
         if self._graph is not None:
@@ -132,7 +145,7 @@ class Step:
         graph, held = torch.cuda.CUDAGraph(), (x.clone(), y.clone())
         try:
             self.optimizer.zero_grad()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=self._stream):
                 loss = self.run(*held)
         except RuntimeError as problem:
             self._give_up(f"a step cannot be captured ({str(problem).splitlines()[0]})")

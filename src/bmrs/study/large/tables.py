@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bmrs.study import footers, summary, tables
+from bmrs.study import answers, footers, summary, tables
 from bmrs.study.large.measuring import faster
 from bmrs.study.large.recipe import SETTINGS, Recipe
 from bmrs.study.markup import Grid, Group
@@ -57,7 +57,7 @@ def as_timing(content: Content) -> list[dict[str, Any]]:
     """What was measured as a result of the kind "timing", for the report; none where nothing was."""
     runs, seen = [], set()
     for run in content["runs"]:
-        for row in (run.get("physical") or {}).get("runs", ()):
+        for row in _measured(run):
             method = "none" if row["network"] == "whole" else summary.method_name(run["method"])
             mode = f"{row['how']}, {PLACES.get(row['device'], row['device'])}, batch {row['batch']}"
             key = (run["setting"], method, mode, run["seed"])
@@ -71,11 +71,22 @@ def as_timing(content: Content) -> list[dict[str, Any]]:
     return [{"name": f"{content['name']}, measured", "kind": "timing", **shared, "runs": runs}]
 
 
-def gains(content: Content, setting: str, method: str, device: str, batch: int) -> list[float]:
-    """How many times as many images a second the pruned networks of a method take, one number for each that says."""
-    own = [r for r in content["runs"] if (r["setting"], r["method"]) == (setting, method)]
-    found = [faster(run.get("physical") or {}, device, batch) for run in own]
-    return [value for value in found if value is not None]
+def headline(content: Content) -> list[dict[str, Any]]:
+    """As the study's other commands have it, and how many times as fast what is left is, in the largest batches."""
+    rows = answers.headline(content)
+    batch = max((row["batch"] for run in content["runs"] for row in _measured(run)), default=0)
+    for row in rows:
+        own = [r for r in content["runs"] if (r["setting"], r["method"]) == (row["setting"], row["method"])]
+        for device, name in PLACES.items():
+            found = [gain for run in own if (gain := faster(run.get("physical") or {}, device, batch)) is not None]
+            if found:
+                row[f"times faster, {name}"] = round(statistics.fmean(found), 2)
+    return rows
+
+
+def _measured(run: Row) -> Sequence[Row]:
+    rows: Sequence[Row] = (run.get("physical") or {}).get("runs", ())
+    return rows
 
 
 def _left(setting: Setting, content: Content, cells: Sequence[Cell], n: int) -> Grid:
