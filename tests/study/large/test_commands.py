@@ -94,6 +94,8 @@ def test_pieces_come_together(folder):
     table2(folder, "--measure-only", "--measure", "eager,onnxruntime,graph", methods="bmrs_n")
     again = read()["runs"][1]["physical"]
     assert {row["how"] for row in again["runs"]} >= {"eager"}
+    table2(folder, "--measure-only", "--measure", "graph", methods="bmrs_n")
+    assert read()["runs"][1]["physical"]["runs"] == again["runs"]  # what was measured in other ways stays
     assert {"how": "graph", "device": "cpu", "why": "only a GPU has CUDA graphs"} in again["skipped"]
     assert read()["runs"][1]["accuracy"] == pruned["accuracy"]
     # Nothing is trained twice, and nothing else gets into the folder.

@@ -6,6 +6,7 @@ import importlib.util
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from bmrs.structure.capture import first_line
 from bmrs.study.large.deadline import Deadline
 from bmrs.study.large.recipe import Recipe
 from bmrs.study.large.steps import precise
+from bmrs.study.provenance import provenance
 from bmrs.study.timing import Turn, race, spread
 
 WAYS = ("eager", "graph", "compiled", "onnxruntime")
@@ -42,25 +44,43 @@ def measure(
     """
     deadline = deadline or Deadline()
     rows: list[dict[str, Any]] = []
-    skipped: list[dict[str, str]] = []
-    places = [torch.device(device)] + ([torch.device("cpu")] if torch.device(device).type != "cpu" else [])
+    skipped: list[dict[str, Any]] = []
+    places = list(dict.fromkeys((torch.device(device), torch.device("cpu"))))
     with precise(recipe):
-        for place in places:
-            networks = {name: _placed(one().eval(), place, recipe) for name, one in make.items()}
-            for way in ways:
-                why = _impossible(way, place) or ("" if deadline.allows(_NEEDED[way]) else "no time was left")
-                if not why:
-                    tell(f"measuring: {way} on {place.type}")
-                    try:
-                        for row in _raced(networks, way, place, shape, recipe, batches):
-                            (skipped if "why" in row else rows).append(row)
-                    except Exception as problem:  # of a compiler, an exporter, a driver: the others still count
-                        why = first_line(problem)
-                if why:
-                    skipped.append({"how": way, "device": place.type, "why": why})
-            del networks
-    return {"runs": rows, "skipped": skipped, "threads": torch.get_num_threads(),
+        networks = {p: {name: _placed(one().eval(), p, recipe) for name, one in make.items()} for p in places}
+        for way, place in sorted(
+            product(ways, places), key=lambda pair: pair[0] == "compiled"
+        ):  # what takes long, last
+            why = _impossible(way, place) or ("" if deadline.allows(_NEEDED[way]) else "no time was left")
+            if not why:
+                tell(f"measuring: {way} on {place.type}")
+                try:
+                    for row in _raced(networks[place], way, place, shape, recipe, batches):
+                        (skipped if "why" in row else rows).append(row)
+                except Exception as problem:  # of a compiler, an exporter, a driver: the others still count
+                    why = first_line(problem)
+            if why:
+                skipped.append({"how": way, "device": place.type, "why": why})
+    return {"runs": rows, "skipped": skipped, "threads": torch.get_num_threads(), "machine": provenance()["machine"],
             "precision": {place.type: _precision(place, recipe) for place in places}}  # fmt: skip
+
+
+def merged(before: Mapping[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """With what was measured before in other ways, on the same machine."""
+    if before is None or before.get("machine") != now["machine"] or before["precision"] != now["precision"]:
+        return now
+
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return row["how"], row["device"], row.get("batch")
+
+    anew = {key(row) for row in now["runs"]}
+    there = [row for row in before["runs"] if key(row) not in anew] + now["runs"]
+    tried = {(row["how"], row["device"]) for row in (*there, *now["skipped"])}
+    skipped = [row for row in before["skipped"] if (row["how"], row["device"]) not in tried]
+    measured = {(row["how"], row["device"]) for row in there}
+    now_skipped = [row for row in now["skipped"] if "a batch of" in row["why"] or (row["how"], row["device"])
+                   not in measured]  # fmt: skip
+    return {**now, "runs": there, "skipped": [*skipped, *now_skipped]}
 
 
 def _impossible(way: str, place: torch.device) -> str:

@@ -178,7 +178,7 @@ def measured(
 def measure_again(
     plan: Plan, store: Store, deadline: Deadline, tell: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Measure what the plan's tasks left, in place of what was measured before."""
+    """Measure what the plan's tasks left, in these ways; what was measured in others stays."""
     up = False
     for name, setting, _, _ in plan.tasks():
         part = store.done(name)
@@ -186,8 +186,9 @@ def measure_again(
             continue
         if not (up := up or deadline.left() < 0):
             tell(f"{name}: measuring")
-            store.finish(name, {**part, "physical": measured(plan, setting, part, deadline, tell),
-                                "measured": _made()})  # fmt: skip
+            physical = measured(plan, setting, part, deadline, tell)
+            together = _module("measuring").merged(part["physical"], physical)
+            store.finish(name, {**part, "physical": together, "measured": _made()})  # fmt: skip
     return parts(store), up
 
 
