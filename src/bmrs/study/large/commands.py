@@ -69,6 +69,7 @@ def table2(
     gates: Gates = "paper",
     price: Annotated[str, _choice("price", "Each unit's share of the KL")] = "layer",
     strength: Annotated[float, typer.Option(min=0.0, help="A factor on every price.")] = 1.0,
+    noise: Annotated[str, _choice("noise", "Gates are drawn for each")] = "example",
     phi_lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the gates, times the weights'.")] = 1.0,
     log_sigma: Annotated[float, typer.Option(help="Where the gates begin; higher for short trainings.")] = -5.0,
     warmup: Annotated[int, typer.Option(min=0, help="Steps over which the KL grows to its full weight.")] = 0,
@@ -102,7 +103,7 @@ def table2(
         recipe = Recipe(
             resolution=resolution, epochs=epochs, fine_tune=fine_tune, batch=batch, learning_rate=lr,
             precision=precision, channels_last=channels_last, step=step, gates=gates, price=price, strength=strength,
-            phi_lr=phi_lr, log_sigma=log_sigma, warmup=warmup, round_to=round_to, prune_every=prune_every, fold=fold,
+            noise=noise, phi_lr=phi_lr, log_sigma=log_sigma, warmup=warmup, round_to=round_to, prune_every=prune_every, fold=fold,
             schedule=schedule, augment=augment, weights=weights, vit_weights=vit_weights, scratch=scratch, vit=vit,
             patch=patch, images=images,
         )  # fmt: skip

@@ -46,7 +46,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     places = list(dict.fromkeys((torch.device(device), torch.device("cpu"))))
-    with precise(recipe):
+    with precise(recipe, search=True):
         networks = {p: {name: _placed(one().eval(), p, recipe) for name, one in make.items()} for p in places}
         for way, place in sorted(
             product(ways, places), key=lambda pair: pair[0] == "compiled"

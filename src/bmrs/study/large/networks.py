@@ -29,7 +29,9 @@ def build(setting: Setting, classes: int, recipe: Recipe, seed: int, *, filled: 
             config = None if recipe.scratch else _written(source)
             return _model(setting, config or _config(setting, recipe), classes, recipe.resolution)
         try:
-            network = _class(setting).from_pretrained(source, num_labels=classes, ignore_mismatched_sizes=True)
+            network = _class(setting).from_pretrained(
+                source, num_labels=classes, ignore_mismatched_sizes=True, dtype=torch.float32
+            )
         except Exception as problem:  # whatever a hub, a folder or a file in it does
             option = "--vit-weights" if setting.network == "vit" else "--weights"
             raise ValueError(

@@ -68,7 +68,8 @@ class Run:
         self.finish: dict[str, float] = {}  # test accuracy before and after the gates were folded
 
     def _pruner(self, example: Tensor, share: float | None) -> bmrs.Pruner:
-        recipe, more = self.recipe, dict[str, Any]()
+        recipe = self.recipe
+        more: dict[str, Any] = {"noise": recipe.noise}
         if recipe.round_to is not None:
             if "round_to" not in inspect.signature(bmrs.Pruner).parameters:
                 raise ValueError("--round-to: this version of bmrs.Pruner cannot round widths: leave it out.")

@@ -15,6 +15,7 @@ CHOICES = {
     "price": ("layer", "uniform", "params", "macs", "elbo"),
     "schedule": ("paper", "constant", "linear", "cosine"),
     "augment": ("paper", "none", "crop", "shift"),
+    "noise": ("example", "batch"),
     "fold": ("after", "before"),
     "vit": tuple(VITS),
 }
@@ -51,6 +52,7 @@ class Recipe:
     gates: str = "paper"
     price: str = "layer"
     strength: float = 1.0
+    noise: str = "example"  # one draw of the gates for each, or for the batch
     phi_lr: float = 1.0  # the gates' learning rate, times that of the weights
     log_sigma: float = -5.0  # where the gates begin
     warmup: int = 0  # steps over which the KL grows

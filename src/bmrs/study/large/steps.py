@@ -55,13 +55,15 @@ def logits(network: Any, x: Tensor, recipe: Recipe, *, cached: bool = True) -> T
 
 
 @contextlib.contextmanager
-def precise(recipe: Recipe) -> Iterator[None]:
-    """Products of float32 as exact as the recipe says; fixed shapes, so the fastest kernels are worth a search."""
+def precise(recipe: Recipe, *, search: bool = False) -> Iterator[None]:
+    """Products of float32 as exact as the recipe says. ``search`` for the fastest convolutions: worth it where shapes
+    stay, and not where every removal would search anew.
+    """
     flags = [(torch.backends.cuda.matmul, "allow_tf32"), (torch.backends.cudnn, "allow_tf32"),
              (torch.backends.cudnn, "benchmark")]  # fmt: skip
     before = [getattr(owner, name) for owner, name in flags]
     try:
-        for (owner, name), value in zip(flags, [*[recipe.precision != "fp32"] * 2, True], strict=True):
+        for (owner, name), value in zip(flags, [*[recipe.precision != "fp32"] * 2, search], strict=True):
             setattr(owner, name, value)
         yield
     finally:
