@@ -103,9 +103,9 @@ def table2(
         recipe = Recipe(
             resolution=resolution, epochs=epochs, fine_tune=fine_tune, batch=batch, learning_rate=lr,
             precision=precision, channels_last=channels_last, step=step, gates=gates, price=price, strength=strength,
-            noise=noise, phi_lr=phi_lr, log_sigma=log_sigma, warmup=warmup, round_to=round_to, prune_every=prune_every, fold=fold,
-            schedule=schedule, augment=augment, weights=weights, vit_weights=vit_weights, scratch=scratch, vit=vit,
-            patch=patch, images=images,
+            noise=noise, phi_lr=phi_lr, log_sigma=log_sigma, warmup=warmup, round_to=round_to,
+            prune_every=prune_every, fold=fold, schedule=schedule, augment=augment, weights=weights,
+            vit_weights=vit_weights, scratch=scratch, vit=vit, patch=patch, images=images,
         )  # fmt: skip
         plan = work.settle(
             name, recipe, settings=settings, methods=methods, seeds=seeds, device=device, data_dir=data_dir, out=out,

@@ -15,6 +15,7 @@ class Deadline:
 
     def __init__(self, seconds: float | None = None) -> None:
         self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self.longest = 0.0  # seconds of the longest epoch so far: another network's first will not be much longer
 
     def left(self) -> float:
         return self._end - time.monotonic() - self.MARGIN

@@ -253,6 +253,8 @@ def continuous(
     another epoch, the state is kept and TimeUpError raised.
     """
     begun, deadline = time.perf_counter(), deadline or Deadline()
+    if not deadline.allows(deadline.longest):
+        raise TimeUpError
     with precise(recipe):
         run = Run(setting, recipe, method, seed, device=device, data_dir=data_dir, share=share, tell=tell)
         spent = 0.0
@@ -260,9 +262,10 @@ def continuous(
             run.load_state_dict(resume)
             spent = resume["spent"]
         while run.done < run.epochs:
-            if not deadline.allows(max((past["wall"] for past in run.history[-3:]), default=0.0)):
+            if not deadline.allows(max((past["wall"] for past in run.history[-3:]), default=deadline.longest)):
                 raise TimeUpError
             run.epoch()
+            deadline.longest = max(deadline.longest, run.history[-1]["wall"])
             progress(run.done, run.epochs)
             last = run.done == run.epochs or not deadline.allows(run.history[-1]["wall"])
             checkpoint({**run.state_dict(), "spent": spent + time.perf_counter() - begun}, at_once=last)
