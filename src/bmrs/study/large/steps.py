@@ -144,18 +144,19 @@ class Step:
         if growing or self._eager < _EAGER_FIRST:
             self._eager += 1
             return False
-        graph, held = torch.cuda.CUDAGraph(), (x.clone(), y.clone())
+        graph, held, current = torch.cuda.CUDAGraph(), (x.clone(), y.clone()), torch.cuda.current_stream()
         try:
             self.optimizer.zero_grad()
             with torch.cuda.graph(graph, stream=self._stream):
                 loss = self.run(*held)
+            if self.pruner is not None and not self.pruner.finished:
+                drawn = self.pruner.bank.current()
+                self._drawn = (drawn, drawn.detach().clone())
         except RuntimeError as problem:
+            torch.cuda.set_stream(current)  # a capture that broke off leaves its own
             self._give_up(f"a step cannot be captured ({str(problem).splitlines()[0]})")
             return False
         self._graph, self._held = graph, (*held, loss)
-        if self.pruner is not None and not self.pruner.finished:
-            drawn = self.pruner.bank.current()
-            self._drawn = (drawn, drawn.detach().clone())
         return True
 
     def _check_draws(self) -> None:
