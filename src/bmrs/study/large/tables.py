@@ -80,7 +80,7 @@ def headline(content: Content) -> list[dict[str, Any]]:
         for device, name in PLACES.items():
             found = [gain for run in own if (gain := faster(run.get("physical") or {}, device, batch)) is not None]
             if found:
-                row[f"times faster, {name}"] = round(statistics.fmean(found), 2)
+                row[f"× on {name}"] = round(statistics.fmean(found), 2)
     return rows
 
 

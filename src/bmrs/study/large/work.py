@@ -103,10 +103,18 @@ def compute(
     """All parts in the folder, those done now included, and whether the time was up before the plan was done."""
     for setting in plan.settings:
         screen.expect(setting.key, len(plan.methods) * len(plan.seeds))
+    left = {setting.key: len(plan.methods) * len(plan.seeds) for setting in plan.settings}
+
+    def ended(setting: str, task: str) -> None:
+        screen.ended_task(setting, task)
+        left[setting] -= 1
+        if not left[setting]:
+            screen.end(setting, sum(part["seconds"] for part in parts(store) if part["runs"][0]["setting"] == setting))
+
     try:
-        for task, content in Local().run(_tasks(plan, store, screen, deadline, tell), store, screen):
+        for task, content in Local().run(_tasks(plan, store, screen, ended, deadline, tell), store, screen):
             store.finish(task.name, content)
-            screen.ended_task(task.setting, task.name)
+            ended(task.setting, task.name)
     except TimeUpError:
         return parts(store), True
     return parts(store), False
@@ -126,13 +134,15 @@ def parts(store: Store) -> list[dict[str, Any]]:
 
 
 def _tasks(
-    plan: Plan, store: Store, screen: Screen, deadline: Deadline, tell: Callable[[str], None]
+    plan: Plan, store: Store, screen: Screen, ended: Callable[[str, str], None], deadline: Deadline,
+    tell: Callable[[str], None],
 ) -> Iterator[Task]:  # fmt: skip
     for name, setting, method, seed in plan.tasks():
         if (part := store.done(name)) is not None:
-            screen.begin(setting.key, 1, name)
-            screen.progress(setting.key, len(part["runs"][0]["history"]), len(part["runs"][0]["history"]), name)
-            screen.ended_task(setting.key, name)
+            epochs = len(part["runs"][0]["history"])
+            screen.begin(setting.key, 1, f"{name}, done before")
+            screen.progress(setting.key, epochs, epochs, f"{name}, done before")
+            ended(setting.key, f"{name}, done before")
             continue
         share = None
         if method == "l2":
