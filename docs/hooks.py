@@ -1,7 +1,8 @@
 """What the site adds to its pages, so that they read the same on a code host.
 
 - A link to a file of the repository leads to a page with that file.
-- ``<!-- results: table1 -->`` is replaced by what ``results`` holds under that name; without it, by how to make it.
+- ``<!-- results: table1 -->`` is replaced by what ``results`` holds under that name; without it, by how to make it,
+  which ``<!-- results: resnet50 by bmrs study table2 ... -->`` says where the command has another name.
 - Formulas, $...$, become MathML, which browsers show by themselves. Wide pictures scroll on a phone.
 - A pattern in the navigation stands for the files it matches; a page that is not there has no entry.
 """
@@ -18,7 +19,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)(#[^)\s]*)?\)")
-RESULT = re.compile(r"<!-- results: ([\w-]+) -->")
+RESULT = re.compile(r"<!-- results: ([\w-]+)(?: by (.+?))? -->")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 PICTURES = (".png", ".svg")
 LANGUAGES = {".py": "python", ".cff": "yaml", ".toml": "toml", ".json": "json"}
@@ -124,7 +125,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         own = ROOT / page.file.src_uri  # a file of the repository
     if own.is_file():
         markdown = LINK.sub(lambda match: _on_the_site(match, own, page.file.src_uri), markdown)
-    return RESULT.sub(lambda match: _results(match[1], page.file.src_uri), markdown)
+    return RESULT.sub(lambda match: _results(match[1], page.file.src_uri, match[2]), markdown)
 
 
 def _on_the_site(match: re.Match[str], own: Path, uri: str) -> str:
@@ -144,7 +145,7 @@ def _relative(place: str, uri: str) -> str:
     return "../" * (len(PurePosixPath(uri).parts) - 1) + place
 
 
-def _results(name: str, uri: str) -> str:
+def _results(name: str, uri: str, command: str | None = None) -> str:
     """Tables and pictures of that name, headings two levels down."""
     parts = []
     for path in sorted((ROOT / "results").rglob(f"{name}.*")):
@@ -154,7 +155,7 @@ def _results(name: str, uri: str) -> str:
             parts.append(LINK.sub(lambda match, own=path: _on_the_site(match, own, uri), text))
         elif path.suffix in PICTURES:
             parts.append(f"![{_title(path)}]({_relative(place, uri)})")
-    return "\n\n".join(parts) or f"*Not computed yet:* `bmrs study {name}` *makes it.*"
+    return "\n\n".join(parts) or f"*Not computed yet:* `{command or f'bmrs study {name}'}` *makes it.*"
 
 
 def on_page_content(html_: str, page: Page, config: MkDocsConfig, files: Files) -> str:

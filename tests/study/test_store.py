@@ -96,8 +96,17 @@ class TestCheckpoints:
 
 
 class TestKey:
-    def test_another_key_is_refused_with_what_differs(self, tmp_path):
+    def test_a_folder_with_nothing_in_it_takes_another_key(self, tmp_path):
         again(tmp_path).close()
+        Store(tmp_path, {**KEY, "epochs": 7}).close()
+        with Store(tmp_path, {**KEY, "epochs": 8}) as store:
+            store.save_checkpoint("begun", {"done": 1})
+        with pytest.raises(FolderError, match="epochs 8 there, 7 now"):
+            Store(tmp_path, {**KEY, "epochs": 7})
+
+    def test_another_key_is_refused_with_what_differs(self, tmp_path):
+        with again(tmp_path) as store:
+            store.finish("part", {})
         with pytest.raises(FolderError) as refused:
             again(tmp_path, {"epochs": 3, "methods": ["none", "snr"], "seeds": 10})
         sentence = str(refused.value)

@@ -277,11 +277,8 @@ class TestClock:
             taken.peak = max(taken.peak, taken.now + 12 * 2**20)
 
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        names = {"current": "now", "peak": "peak"}
-        monkeypatch.setattr(
-            torch.cuda, "memory_stats",
-            lambda: {f"requested_bytes.all.{name}": getattr(taken, own) for name, own in names.items()},
-        )  # fmt: skip
+        names = ("requested_bytes.all.current", "requested_bytes.all.peak")
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda: dict(zip(names, (taken.now, taken.peak), strict=True)))
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(taken, "peak", taken.now))
         assert Turn(prepare, run).peak_mib(GPU) == 12.0
         assert Turn(prepare, run).peak_mib(CPU) is None

@@ -1,87 +1,30 @@
 """``bmrs study ...``: the paper's tables and figures, one command each, that go on where they stopped."""
 
-import contextlib
 import dataclasses
-import importlib
 import inspect
 import json
 import shutil
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from bmrs.commands.errors import BAD_INPUT, FAILED, INTERRUPTED, note
+from bmrs.commands.errors import note
 from bmrs.commands.folders import writable
-from bmrs.commands.screens import say
+from bmrs.study.answers import answer, guard, headline, module, write
 from bmrs.study.computing import compute
-from bmrs.study.engine import Engine, TasksError, chosen, explained
-from bmrs.study.footers import duration
-from bmrs.study.jobs import FORMAT, JOBS, ROOT, SHARED, Job, Plan, settle
+from bmrs.study.engine import Engine, chosen
+from bmrs.study.jobs import FORMAT, JOBS, ROOT, Job, Plan, settle
+from bmrs.study.large import commands as large
+from bmrs.study.large.recipe import HUB, Recipe
 from bmrs.study.screen import Screen
-from bmrs.study.store import Store, StoreWarning, finite, write_json, write_text
+from bmrs.study.store import Store, write_json
 
 _HELP = "The paper's study, one command per table or figure. A command that was stopped goes on when given again."
 app = typer.Typer(help=_HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
-
-
-def write(plan: Plan, content: Mapping[str, Any]) -> list[Path]:
-    """The JSON first, so that the numbers are safe; then table, figure and report."""
-    stem = plan.out / plan.job.name
-    files = [stem.with_suffix(".json")]
-    write_json(files[0], content)
-    if plan.job.table:
-        tables = getattr(_module("study.tables"), plan.job.table)(content)
-        for suffix, text in ((".md", tables.markdown), (".tex", tables.latex)):
-            write_text(stem.with_suffix(suffix), text)
-            files.append(stem.with_suffix(suffix))
-    if plan.job.figure:
-        plots = _module("study.plots")
-        files += plots.save(getattr(plots, plan.job.figure)(content), stem)
-    others = [plan.out / f"{name}.json" for name in JOBS if name != plan.job.name]
-    there = [json.loads(path.read_text(encoding="utf-8")) for path in others if path.exists()]
-    files.append(_module("report").write([content, *there], plan.out / "report.html"))
-    return files
-
-
-def headline(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The few numbers to show at the end: percentages, as means over seeds."""
-    summary, kind, runs = _module("study.summary"), content["kind"], content["runs"]
-
-    def mean(values: Iterable[float | None]) -> Any:
-        return finite(round(100.0 * summary.spread(values).mean, 2))
-
-    if kind == "timing":
-        shown, short = ("setting", "method", "mode", "batch"), ("ms", "memory_mib")
-        return [{**{n: run[n] for n in shown}, **{n: _short(run.get(n)) for n in short}} for run in runs]
-    groups: dict[tuple[str, ...], list[Any]] = {}
-    for run in runs:
-        price = (summary.price_name(run["price"], run["strength"]),) if kind == "continuous" else ()
-        groups.setdefault((run["setting"], run.get("method", ""), *price), []).append(run)
-    rows = []
-    for names, own in groups.items():
-        row: dict[str, Any] = dict(zip(("setting", "method", "price"), names, strict=False))
-        if kind in ("continuous", SHARED):  # where a method's own rule stopped, if it has one
-            stops = own if kind == "continuous" else [run["boundary"] for run in own if run["boundary"]]
-            row["accuracy"] = mean(stop["accuracy"] for stop in stops)
-            for count in ("published", "actual"):
-                row[count] = mean(stop.get("compression", stop)[count] for stop in stops)
-        elif kind == "posteriors":
-            row["E[θ] < 0.1"] = mean(float(value < 0.1) for run in own for value in run["mean"])
-        elif {"snr", "bmrs_n"} <= set(own[0]["methods"]):
-            snr, bmrs_n = (own[0]["methods"].index(method) for method in ("snr", "bmrs_n"))
-            row["Spearman of bmrs_n and snr"] = mean(run["spearman"][snr][bmrs_n] for run in own)
-        rows.append({**{name: value for name, value in row.items() if value != ""}, "seeds": len(own)})
-    return rows
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.3g}")
 
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; what is missing is downloaded to it.")]
@@ -123,7 +66,7 @@ def _add(name: str, jobs: Sequence[Job], about: str, without: Iterable[str]) -> 
             "epochs": epochs, "fine_tune": fine_tune, "fractions": fractions, "restart": restart,
             "seeds_per_task": seeds_per_task,
         }  # fmt: skip
-        with _guard():
+        with guard():
             by = chosen(engine, address, workers)
             given["devices"] = by.device
             root = (out or ROOT) if len(jobs) > 1 else None
@@ -143,7 +86,44 @@ def _add(name: str, jobs: Sequence[Job], about: str, without: Iterable[str]) -> 
 
 
 for _job in JOBS.values():
-    _add(_job.name, [_job], _job.about, _job.without)
+    if _job.name != "timing":
+        _add(_job.name, [_job], _job.about, _job.without)
+app.command("table2")(large.table2)
+
+
+@app.command("timing")
+def timing(
+    data_dir: DataDir = None, out: Out = None, device: DeviceName = "auto", settings: Settings = "",
+    engine: EngineName = "local", address: Address = None, workers: Workers = None,
+    of_large: Annotated[bool, typer.Option("--large", help="Of ResNet-50 and ViT instead (Table 4); the options below "
+                                           "are about those.")] = False,
+    resolution: large.Resolution = 224, batch: large.Batch = 32, precision: large.Precision = "fp32",
+    channels_last: large.ChannelsLast = False, step: large.StepOption = "eager", gates: large.Gates = "paper",
+    weights: large.Weights = HUB["resnet50"], vit_weights: large.VitWeights = HUB["vit"],
+    scratch: large.Scratch = False, vit: large.Vit = "base", patch: large.Patch = 16,
+    restart: Restart = False, as_json: AsJson = False, dry_run: DryRun = False,
+) -> None:  # fmt: skip
+    """Time and memory with gates, without, and after removal (Tables 3 and 4)."""
+    with guard():
+        if of_large:
+            if engine != "local":
+                raise ValueError("--large is computed by this process: leave out --engine.")
+            recipe = Recipe(
+                resolution=resolution, batch=batch, precision=precision, channels_last=channels_last, step=step,
+                gates=gates, weights=weights, vit_weights=vit_weights, scratch=scratch, vit=vit, patch=patch,
+            )  # fmt: skip
+            large.time_large(recipe, settings, device, out, restart, as_json, dry_run)
+            return
+        by = chosen(engine, address, workers)
+        given: dict[str, Any] = {"data_dir": data_dir, "device": device, "settings": settings, "restart": restart}
+        plan = settle(JOBS["timing"], out=out, devices=by.device, **given)
+        if dry_run:
+            _dry([plan], as_json, by)
+        else:
+            with by:
+                _run([plan], by, None, as_json)
+
+
 _add("all", list(JOBS.values()), "All of the above, with one report.", ("methods",))
 
 
@@ -157,36 +137,13 @@ def _run(plans: Sequence[Plan], engine: Engine, root: Path | None, as_json: bool
         steps = "rounds" if plan.job.protocol == "timing" else "epochs"
         with Screen(console, [setting.key for setting in plan.settings], steps) as screen:
             contents.append(compute(plan, screen, engine, note))
-        files = write(plan, contents[-1])
-        answers.append(_answer(console, contents[-1], headline(contents[-1]), files, as_json and root is None))
+        files = write(plan.job, plan.out, contents[-1])
+        answers.append(answer(console, contents[-1], headline(contents[-1]), files, as_json and root is None))
     if root is not None:
-        page = _module("report").write(contents, root / "report.html")
+        page = module("report").write(contents, root / "report.html")
         console.print(f"One report of all: {page}", highlight=False, soft_wrap=True)
         if as_json:
             print(json.dumps({"name": "all", "report": str(page), "parts": answers}, indent=2, ensure_ascii=False))
-
-
-def _answer(
-    console: Console, content: Mapping[str, Any], rows: list[dict[str, Any]], files: Sequence[Path], as_json: bool
-) -> dict[str, Any]:
-    """What a command ends with: a short table and the paths; as JSON too where asked."""
-    table = Table()
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("setting", "method", "price", "mode") else "right")
-    for row in rows:
-        table.add_row(*("–" if row.get(column) is None else f"{row[column]}" for column in columns))
-    console.print(table)
-    energy, seconds = content["energy"], sum(entry["seconds"] for entry in content["settings"].values())
-    if energy and energy["kwh"] is not None:
-        line = f"{duration(seconds)}, {energy['kwh']:.3g} kWh ({energy['how']}). {energy['note']}"
-        say(console, line)
-    console.print("\n".join(str(path) for path in files), highlight=False, soft_wrap=True)
-    answer = {"name": content["name"], "result": str(files[0]), "files": [str(path) for path in files],
-              "seconds": round(seconds, 3), "energy": energy, "headline": finite(rows)}  # fmt: skip
-    if as_json:
-        print(json.dumps(answer, indent=2, ensure_ascii=False))
-    return answer
 
 
 @app.command("sweep")
@@ -197,7 +154,7 @@ def sweep_command(
     as_json: AsJson = False, dry_run: DryRun = False,
 ) -> None:  # fmt: skip
     """The search for shape, batch and learning rate of the networks without gates."""
-    with _guard():
+    with guard():
         by = chosen(engine, address, workers)
         wanted = settle(
             Job("sweep", "sweep", "sweep", ""), data_dir=data_dir, out=out, device=device, settings=settings,
@@ -212,14 +169,14 @@ def sweep_command(
         with by, Store(wanted.parts, key, restart=restart) as store, Screen(console, keys, "trials") as screen:
             for trials_of in wanted.parts.glob("*.trials") if restart else ():
                 shutil.rmtree(trials_of)
-            content = _module("study.sweep").sweep_settings(
-                wanted.settings, _module("study.protocols").objective, trials, seed, store, by.device(wanted.device),
+            content = module("study.sweep").sweep_settings(
+                wanted.settings, module("study.protocols").objective, trials, seed, store, by.device(wanted.device),
                 screen, data_dir=wanted.data_dir, engine=by,
             )  # fmt: skip
         write_json(wanted.out / "sweep.json", content)
         best = {key: one["best"] or {"parameters": {}, "value": None} for key, one in content["settings"].items()}
         rows = [{"setting": key, **one["parameters"], "validation": one["value"]} for key, one in best.items()]
-        _answer(console, content, rows, [wanted.out / "sweep.json"], as_json)
+        answer(console, content, rows, [wanted.out / "sweep.json"], as_json)
 
 
 def _dry(plans: Sequence[Plan], as_json: bool, engine: Engine) -> None:
@@ -243,31 +200,3 @@ def _dry(plans: Sequence[Plan], as_json: bool, engine: Engine) -> None:
         console.print(table)
     console.print(f"Computed by {engine.about()}.", highlight=False)
     console.print("Nothing was done: leave out --dry-run to begin.")
-
-
-@contextlib.contextmanager
-def _guard() -> Iterator[None]:
-    """Errors and Ctrl-C in one sentence each; warnings about files likewise."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", StoreWarning)
-        shown = warnings.showwarning
-        warnings.showwarning = lambda message, category, *rest, **more: (
-            note(str(message)) if issubclass(category, StoreWarning) else shown(message, category, *rest, **more)
-        )
-        try:
-            yield
-        except KeyboardInterrupt:
-            note("stopped; give the same command again, and it goes on where it stopped.")
-            raise typer.Exit(INTERRUPTED) from None
-        except Exception as wrong:
-            if (sentence := explained(wrong)) is None:
-                raise
-            note(sentence)
-            # Of what was asked, or of what happened while it was done.
-            failed = isinstance(wrong, torch.OutOfMemoryError | TasksError) or getattr(wrong, "errno", None)
-            raise typer.Exit(FAILED if failed else BAD_INPUT) from None
-
-
-def _module(name: str) -> Any:
-    """A module of the study, imported when it is needed: some are slow to load."""
-    return importlib.import_module(f"bmrs.{name}")

@@ -83,7 +83,7 @@ class Screen:
         """A task of a setting begins, or begins again."""
         setting = self.settings[key]
         if (again := setting.tasks.get(task)) is None:
-            self._say(f"{task or key}: {networks} networks side by side")
+            self._say(f"{task or key}: {'one network' if networks == 1 else f'{networks} networks side by side'}")
         setting.said = time.monotonic()
         setting.tasks[task] = _Task(networks, setting.said, *((again.done, again.total) if again else ()))
 
@@ -137,7 +137,7 @@ class Screen:
             elif setting.tasks:
                 steps = f"{done}/{total} {self.steps}" if total else "preparing"
                 networks = sum(task.networks for task in setting.tasks.values())
-                what = f"{networks} networks"
+                what = "one network" if networks == 1 else f"{networks} networks"
                 if setting.expected > 1:
                     what = f"{setting.running()} of {setting.expected} running"
                 rows.add_row(

@@ -34,6 +34,7 @@ from bmrs.study.energy import measured, total
 SAVING = 0.03  # at most this share of the time goes into checkpoints: those of large ensembles take seconds
 _KEY, _LOCK, _WORKER = "key.json", "lock", "worker.json"
 _SUFFIXES = {"done": ".part.json", "begun": ".checkpoint.pt"}
+_KEPT = tuple(f"*{suffix}" for suffix in _SUFFIXES.values())
 
 
 class FolderError(ValueError):
@@ -147,6 +148,12 @@ class Store:
                 f"{path} cannot be read ({_reason(wrong)}), so nobody knows what its results are: "
                 "choose another --out, or throw them away with --restart."
             ) from None
+        if (
+            there is not None
+            and there != key
+            and not any(path for pattern in _KEPT for path in self.folder.glob(pattern))
+        ):
+            there = None  # a command that failed at once left its key and nothing else
         if there is None:
             if any(self.folder.glob("*.part.json")):
                 raise FolderError(
@@ -163,7 +170,7 @@ class Store:
     def _clear(self) -> None:
         # Only what this class writes: a folder may hold files of the user's. The key goes last, so that whatever a
         # kill in between leaves is still known by the old key.
-        for pattern in ("*.part.json", "*.checkpoint.pt", _KEY):
+        for pattern in (*_KEPT, _KEY):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
@@ -173,16 +180,16 @@ def attempt(
     recipe: Mapping[str, Any],
     device: str,
     save: Callable[[Mapping[str, Any]], None],
-    work: Callable[[Callable[[Mapping[str, Any]], None], dict[str, Any] | None], Mapping[str, Any]],
+    work: Callable[[Callable[..., None], dict[str, Any] | None], Mapping[str, Any]],
     *,
     alone: bool = True,
 ) -> dict[str, Any]:
     """Do ``work(keep, resume)`` from what an earlier attempt ``saved``: the content of a part.
 
     ``work`` hands its state to ``keep`` as often as it likes and is given the last one as ``resume``, on the processor;
-    now and then ``save`` gets it, with what is needed to go on. A state left by another ``recipe`` is not used. To
-    what ``work`` returns come "recipe", and "seconds" and "energy", in which all attempts add up. ``alone``: as in
-    :func:`bmrs.study.energy.measured`.
+    now and then, or ``at_once``, ``save`` gets it, with what is needed to go on. A state left by another ``recipe`` is
+    not used. To what ``work`` returns come "recipe", and "seconds" and "energy", in which all attempts add up.
+    ``alone``: as in :func:`bmrs.study.energy.measured`.
     """
     plain = finite(recipe)
     saved = saved if saved and saved.get("recipe") == plain else {}
@@ -194,10 +201,10 @@ def attempt(
             seconds = before + time.perf_counter() - start
             return {"recipe": plain, "seconds": seconds, "energy": total([saved.get("energy"), energy.result()])}
 
-        def keep(state: Mapping[str, Any]) -> None:
+        def keep(state: Mapping[str, Any], *, at_once: bool = False) -> None:
             nonlocal written, cost
             now = time.perf_counter()
-            if SAVING * (now - written) >= cost:
+            if at_once or SAVING * (now - written) >= cost:
                 save({"state": dict(state), **spent()})
                 written = time.perf_counter()
                 cost = written - now

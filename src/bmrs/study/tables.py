@@ -32,35 +32,35 @@ def table1(content: Content) -> Tables:
     if not cells:
         raise ValueError("content has no runs at the price 'layer' with strength 1: Table 1 is made of those.")
     n = summary.usual_n(cell.accuracy for cell in cells)
-    blocks = _by_network(summary.settings(content), cells)
-    grids = [_beside_paper(name, settings, cells, n) for name, settings in blocks]
-    grids += [_actual(name, settings, cells, n) for name, settings in blocks]
+    blocks = by_network(summary.settings(content), cells)
+    grids = [beside_paper(name, settings, cells, n) for name, settings in blocks]
+    grids += [actual(name, settings, cells, n) for name, settings in blocks]
     notes = [
-        f"Compression is the share of parameters removed, as the paper counts it; {_seeds(n)}",
-        _marks(summary.settings(content), cells),
+        f"Compression is the share of parameters removed, as the paper counts it; {over_seeds(n)}",
+        marks(summary.settings(content), cells),
         *_emptied(summary.settings(content), cells),
         "Actual compression is 1 − parameters of the physically reduced network / parameters of the network without "
         "gates; it includes the biases and the columns behind a flatten that the paper's counting misses.",
         *footers.lines(content),
     ]
-    return _tables(grids, notes, content)
+    return both(grids, notes, content)
 
 
 def prices_table(content: Content) -> Tables:
     """What every price removes, by actual counting, and the accuracy it leaves; BMRS_N as published beside."""
     cells = summary.cells(content)
     n = summary.usual_n(cell.accuracy for cell in cells)
-    blocks = _by_network(summary.settings(content), cells)
+    blocks = by_network(summary.settings(content), cells)
     grids = [_prices(name, settings, cells, n) for name, settings in blocks]
     notes = [
         f"Compression is actual: 1 − parameters of the physically reduced network / parameters of the network without "
-        f"gates; {_seeds(n)} s is the strength, 1 unless said.",
+        f"gates; {over_seeds(n)} s is the strength, 1 unless said.",
         "The paper's row is BMRS_N at the price `layer`, and its compression is the paper's own counting, which misses "
         "biases and the columns behind a flatten: compare it with the row `layer`, not digit by digit.",
         *_emptied(summary.settings(content), cells),
         *footers.lines(content),
     ]
-    return _tables(grids, notes, content)
+    return both(grids, notes, content)
 
 
 def timing_table(content: Content) -> Tables:
@@ -88,9 +88,10 @@ def timing_table(content: Content) -> Tables:
         "removal (BMRS_N where gates are on): compare the ratios, not the milliseconds.",
         *_how_timed(content, len(grids) > len(batches)),
         *_ratios(summary.settings(content), runs),
+        *_epochs(content),
         *footers.lines(content),
     ]
-    return _tables(grids, notes, content)
+    return both(grids, notes, content)
 
 
 def amount(value: Spread, usual_n: int, decimals: int = 2) -> str:
@@ -111,7 +112,7 @@ def _number(value: float, decimals: int) -> str:
     return f"{round(value, decimals) + 0.0:.{decimals}f}"  # + 0.0: no minus zero
 
 
-def _tables(grids: Sequence[Grid], notes: Sequence[str], content: Content) -> Tables:
+def both(grids: Sequence[Grid], notes: Sequence[str], content: Content) -> Tables:
     made = [text] if (text := footers.provenance(content)) else []
     return Tables(markup.markdown(grids, notes), markup.latex(grids, notes, made))
 
@@ -120,7 +121,7 @@ def _as_published(cell: Cell) -> bool:
     return cell.method == "none" or (cell.price == "layer" and cell.strength == 1.0)
 
 
-def _by_network(settings: Sequence[Setting], cells: Sequence[Cell]) -> list[tuple[str, list[Setting]]]:
+def by_network(settings: Sequence[Setting], cells: Sequence[Cell]) -> list[tuple[str, list[Setting]]]:
     there = {cell.setting for cell in cells}
     names = dict.fromkeys(s.network_name for s in settings if s.key in there)
     return [(name, [s for s in settings if s.network_name == name and s.key in there]) for name in names]
@@ -130,16 +131,16 @@ def _find(cells: Iterable[Cell], setting: Setting, method: str) -> Cell | None:
     return next((cell for cell in cells if (cell.setting, cell.method) == (setting.key, method)), None)
 
 
-def _methods(settings: Sequence[Setting], cells: Iterable[Cell]) -> list[str]:
+def methods_of(settings: Sequence[Setting], cells: Iterable[Cell]) -> list[str]:
     keys = {s.key for s in settings}
     return summary.ordered_methods(cell.method for cell in cells if cell.setting in keys)
 
 
-def _beside_paper(network: str, settings: Sequence[Setting], cells: Sequence[Cell], n: int) -> Grid:
+def beside_paper(network: str, settings: Sequence[Setting], cells: Sequence[Cell], n: int) -> Grid:
     has_paper = {s.key: summary.printed(s, "none") is not None for s in settings}
     groups = tuple(Group(s.data_name, ("ours", "paper") if has_paper[s.key] else ("ours",)) for s in settings)
     blocks = []
-    for method in _methods(settings, cells):
+    for method in methods_of(settings, cells):
         rows: tuple[list[str], list[str]] = (
             [summary.method_name(method), "comp. (%)"],
             ["", "acc. (%)"],
@@ -153,7 +154,7 @@ def _beside_paper(network: str, settings: Sequence[Setting], cells: Sequence[Cel
                     row.append(f"{theirs.mean:.2f} ± {theirs.sd:.2f}" if theirs else NOTHING)
         blocks.append(tuple(tuple(row) for row in rows))
     beside = ", ours and the paper's" if any(has_paper.values()) else ""
-    title = f"{network}: compression as the paper counts it, and accuracy{beside}; {_of_seeds(n)}"
+    title = f"{network}: compression as the paper counts it, and accuracy{beside}; {of_seeds(n)}"
     return Grid(title, ("method", ""), groups, tuple(blocks))
 
 
@@ -165,9 +166,9 @@ def _printed_pair(result: published.Result | None) -> tuple[Printed | None, Prin
     return (None, None) if result is None else (result.compression, result.accuracy)
 
 
-def _actual(network: str, settings: Sequence[Setting], cells: Sequence[Cell], n: int) -> Grid:
+def actual(network: str, settings: Sequence[Setting], cells: Sequence[Cell], n: int) -> Grid:
     blocks = []
-    for method in _methods(settings, cells):
+    for method in methods_of(settings, cells):
         rows = ([summary.method_name(method), "comp. (%)"], ["", "parameters left"], ["", "multiply-adds left"])
         for setting in settings:
             cell = _find(cells, setting, method)
@@ -178,7 +179,7 @@ def _actual(network: str, settings: Sequence[Setting], cells: Sequence[Cell], n:
                 row.append(text)
         blocks.append(tuple(tuple(row) for row in rows))
     groups = (Group("", tuple(s.data_name for s in settings)),)
-    title = f"{network}: actual compression, and the mean of what is left; {_of_seeds(n)}"
+    title = f"{network}: actual compression, and the mean of what is left; {of_seeds(n)}"
     return Grid(title, ("method", ""), groups, tuple(blocks))
 
 
@@ -211,7 +212,7 @@ def _prices(network: str, settings: Sequence[Setting], cells: Sequence[Cell], n:
         rows.append(tuple(row))
     references = [tuple(row) for row in (whole, paper) if set(row[1:]) != {NOTHING}]
     groups = tuple(Group(s.data_name, ("comp. (%)", "acc. (%)")) for s in settings)
-    title = f"{network}: actual compression and accuracy at every price; {_of_seeds(n)}"
+    title = f"{network}: actual compression and accuracy at every price; {of_seeds(n)}"
     return Grid(title, ("price",), groups, (tuple(references), tuple(rows)))
 
 
@@ -288,6 +289,17 @@ def _ratios(
     return [" ".join(sentences)] if sentences else []
 
 
+def _epochs(content: Content) -> list[str]:
+    """Where whole epochs were worked out: what they take beside those without gates."""
+    entries = {s.name: content.get("settings", {}).get(s.key, {}) for s in summary.settings(content)}
+    found = [
+        f"{name} {times['none']:g} s without gates, {times['gated']:g} s with, {times['removed']:g} s after removal"
+        for name, entry in entries.items()
+        if (times := entry.get("seconds_per_epoch"))
+    ]
+    return [f"An epoch, from the time of a step: {'; '.join(found)}."] if found else []
+
+
 def _printed_ratios(settings: Sequence[Setting], mode: str) -> list[float]:
     pairs = [[published.runtime(s.network, s.data, m) for m in ("bmrs_n", "none")] for s in settings]
     field = {"train_forward": "train_ms", "inference": "inference_ms"}.get(mode, "")
@@ -299,18 +311,18 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _of_seeds(n: int) -> str:
+def of_seeds(n: int) -> str:
     return f"n = {n} seeds" if n > 1 else "one seed"
 
 
-def _seeds(n: int) -> str:
+def over_seeds(n: int) -> str:
     return f"mean ± standard deviation over n = {n} seeds." if n > 1 else "n = 1: one seed, so there is no spread."
 
 
-def _marks(settings: Sequence[Setting], cells: Sequence[Cell]) -> str:
+def marks(settings: Sequence[Setting], cells: Sequence[Cell]) -> str:
     compared, marked = 0, 0
     for setting in settings:
-        for method in _methods([setting], cells):
+        for method in methods_of([setting], cells):
             pairs = zip(
                 _pair(_find(cells, setting, method)), _printed_pair(summary.printed(setting, method)), strict=True
             )

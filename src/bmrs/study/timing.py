@@ -7,7 +7,7 @@ The gates are those a user gets from :class:`bmrs.Pruner`, not the study's stack
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,28 +59,11 @@ def measure(
         variants = [Variant(plain, x, y, setting), Variant(gated, x, y, setting), Variant(smaller, x, y, setting)]
         # As in the study: the published price, the gates as fast as the weights.
         bmrs.Pruner(gated, x[:2], variants[1].optimizer, price="layer", phi_lr=1.0, seed=0)
-        keys = [(method, mode) for mode in MODES for method in ("none", "gated", "removed")]
-        turns = [variant.turn(mode) for mode in MODES for variant in variants]
-        for turn in turns:
-            turn.warm()
-        memory = [turn.peak_mib(place) for turn in turns]
-        times = race(turns, place, progress)
-        runs = [
-            {
-                "setting": setting.key,
-                "method": method,
-                "batch": BATCH,
-                "mode": mode,
-                "ms": round(statistics.median(own), 5),
-                "ms_spread": [round(end, 5) for end in spread(own)],
-                "memory_mib": None if mib is None else round(mib, 3),
-            }
-            for (method, mode), own, mib in zip(keys, times, memory, strict=True)
-        ]
+        runs, rounds = compared(setting.key, dict(zip(("none", "gated", "removed"), variants, strict=True)), progress)
     return {
         "setting": {
             **setting.entry(counting, time.perf_counter() - begun, len(variants)),
-            "rounds": len(times[0]),
+            "rounds": rounds,
             **({"threads": 1} if place.type == "cpu" else {}),
             "removed": {
                 "why": why,
@@ -94,7 +77,33 @@ def measure(
     }
 
 
-def shares(setting: Setting, counting: Counting) -> tuple[dict[str, int], float, str]:
+def compared(
+    key: str, variants: Mapping[str, "Variant"], progress: Callable[[int, int], None]
+) -> tuple[list[dict[str, Any]], int]:
+    """One run for each variant and mode of a setting, measured in turns, and in how many rounds."""
+    named = [(method, variant, mode) for mode in MODES for method, variant in variants.items()]
+    turns = [variant.turn(mode) for _, variant, mode in named]
+    place = named[0][1].x.device
+    for turn in turns:
+        turn.warm()
+    memory = [turn.peak_mib(place) for turn in turns]
+    times = race(turns, place, progress)
+    runs = [
+        {
+            "setting": key,
+            "method": method,
+            "batch": len(variant.x),
+            "mode": mode,
+            "ms": round(statistics.median(own), 5),
+            "ms_spread": [round(end, 5) for end in spread(own)],
+            "memory_mib": None if mib is None else round(mib, 3),
+        }
+        for (method, variant, mode), own, mib in zip(named, times, memory, strict=True)
+    ]
+    return runs, len(times[0])
+
+
+def shares(setting: Any, counting: Counting) -> tuple[dict[str, int], float, str]:
     """How many units of each structure go, what share of them that is, and why that many.
 
     The paper prints no units, but the parameters BMRS_N removes: here the share of units, alike in all structures, that
@@ -120,7 +129,7 @@ class Variant:
 
     def __init__(self, network: nn.Module, x: Tensor, y: Tensor, setting: Setting) -> None:
         self.network, self.x, self.y = network.to(x.device), x, y
-        self.optimizer = torch.optim.Adam(network.parameters(), lr=setting.learning_rate)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(network.parameters(), lr=setting.learning_rate)
 
     def turn(self, mode: str) -> "Turn":
         run = {"train_forward": self.forward, "inference": self.inference, "train_step": self.step}[mode]

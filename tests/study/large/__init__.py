@@ -1,0 +1,1 @@
+"""Tests of large networks, on small ones."""
