@@ -6,12 +6,13 @@ The state after any epoch is enough to go on as if nothing had happened.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import bmrs
+from bmrs.noise import Noise
 from bmrs.study.counting import Counting
 from bmrs.study.large import networks
 from bmrs.study.large.deadline import Deadline, TimeUpError
@@ -74,7 +75,7 @@ class Run:
             self.network, example, self.optimizer, num_examples=len(self.feed.train) - len(self.validation),
             criterion=bmrs.L2(share) if share is not None and self.method == "l2" else criterion(self.method),
             price=recipe.price, strength=recipe.strength, structures=self.structures, phi_lr=recipe.phi_lr,
-            log_sigma=recipe.log_sigma, warmup=recipe.warmup, seed=self.seed, noise=recipe.noise,
+            log_sigma=recipe.log_sigma, warmup=recipe.warmup, seed=self.seed, noise=cast(Noise, recipe.noise),
             round_to=recipe.round_to or 1,
         )  # fmt: skip
 
