@@ -120,6 +120,7 @@ def timing(
         if dry_run:
             _dry([plan], as_json, by)
         else:
+            writable(plan.out)
             with by:
                 _run([plan], by, None, as_json)
 

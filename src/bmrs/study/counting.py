@@ -6,6 +6,7 @@ biases, norms and the columns behind a flattened convolution.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 
 import torch
@@ -27,15 +28,22 @@ class Counting:
         self.units = total
         self.shapes = {name: tuple(p.shape) for name, p in network.named_parameters()}
         self.parameters = sum(prod(shape) for shape in self.shapes.values())
-        self._per_unit: dict[tuple[str, int], list[tuple[slice, int]]] = {}
-        for structure in structures:
-            for place in structure.places:
-                if place[0] in self.shapes:
-                    each = {len(indices) for indices in structure.indices(place)}
-                    if len(each) != 1:
-                        raise ValueError(f"the units of '{structure.name}' occupy '{place[0]}' unequally.")
-                    self._per_unit.setdefault(place, []).append((self.layers[structure.name], each.pop()))
+        # Of those still there: the listing may change before they are asked for.
+        self._places = {s.name: {place: s.indices(place) for place in s.places} for s in structures}
         self._positions = _positions(network, example)
+
+    @cached_property
+    def _per_unit(self) -> dict[tuple[str, int], list[tuple[slice, int]]]:
+        """For each dimension of a weight the units that lie along it, and how many indices one of them has."""
+        found: dict[tuple[str, int], list[tuple[slice, int]]] = {}
+        for structure, places in self._places.items():
+            for place, indices in places.items():
+                if place[0] in self.shapes:
+                    each = {len(own) for own in indices}
+                    if len(each) != 1:  # as whole blocks do
+                        raise ValueError(f"the units of '{structure}' occupy '{place[0]}' unequally.")
+                    found.setdefault(place, []).append((self.layers[structure], each.pop()))
+        return found
 
     def left(self, alive: Tensor) -> dict[str, Tensor]:
         """``alive``: [members, units]. Each member's parameters and multiply-adds left, and its compression."""

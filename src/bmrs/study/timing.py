@@ -103,13 +103,14 @@ def compared(
     return runs, len(times[0])
 
 
-def shares(setting: Any, counting: Counting) -> tuple[dict[str, int], float, str]:
+def shares(setting: Any, counting: Counting, as_printed: bool = True) -> tuple[dict[str, int], float, str]:
     """How many units of each structure go, what share of them that is, and why that many.
 
     The paper prints no units, but the parameters BMRS_N removes: here the share of units, alike in all structures, that
-    comes closest to it by the same counting. A structure keeps one unit at least.
+    comes closest to it by the same counting. A structure keeps one unit at least. ``as_printed=False``: with gates at
+    other places than the paper's, to which its counting does not apply.
     """
-    printed = published.result(setting.network, setting.data, "bmrs_n")
+    printed = None if not as_printed else published.result(setting.network, setting.data, "bmrs_n")
     tried = [0.5] if printed is None else [n / 1000 for n in range(1000)]
     sizes = {name: own.stop - own.start for name, own in counting.layers.items()}
     gone = [{name: min(round(share * units), units - 1) for name, units in sizes.items()} for share in tried]

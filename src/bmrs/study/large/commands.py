@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bmrs.commands.errors import note
+from bmrs.commands.folders import writable
 from bmrs.study.answers import answer, guard, headline, module, write
 from bmrs.study.jobs import Job
 from bmrs.study.large import work
@@ -115,6 +116,7 @@ def table2(
         if dry_run:
             _dry(plan, as_json)
         else:
+            writable(plan.out)
             with _memory():
                 _run(plan, deadline, measure_only, as_json)
 
@@ -158,6 +160,7 @@ def time_large(
     if dry_run:
         _dry(plan, as_json)
         return
+    writable(plan.out)
     console = Console(stderr=as_json)
     console.print(f"[bold]{plan.name}[/bold] on {plan.device}, results in {plan.out}", highlight=False)
     key = {**plan.key, "protocol": "timing"}

@@ -205,7 +205,7 @@ class Run:
             return self.alive
         alive = torch.zeros(1, self.counting.units, dtype=torch.bool)
         for structure in self.structures:
-            alive[0, self.counting.layers[structure.name].start + torch.tensor(structure.kept)] = True
+            alive[0, self.counting.layers[structure.name].start + torch.tensor(structure.kept, dtype=torch.long)] = True
         return alive
 
     def _parameters(self) -> int:

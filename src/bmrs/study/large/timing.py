@@ -50,7 +50,7 @@ def measure(
         structures = gated(bmrs.structures(smaller, x[:2]), recipe.gates)
         counting = Counting(smaller, structures, x[:2])
         whole = bmrs.cost.multiply_adds(smaller, x[:1])
-        gone, share, why = timing.shares(setting, counting)
+        gone, share, why = timing.shares(setting, counting, recipe.gates == "paper")
         going = {s: torch.randperm(s.units, generator=chance)[: gone[s.name]].tolist() for s in structures}
         bmrs.remove(smaller, going)
         relaid(smaller, None, recipe.channels_last)
