@@ -193,21 +193,27 @@ def per_unit(repeats: int) -> dict[str, float]:
     def posterior() -> bmrs.TruncatedLogNormal:
         return bmrs.TruncatedLogNormal(mu, log_sigma, validate=False)
 
+    bank, slope = bmrs.NoiseBank({"layer": UNITS}, seed=0), torch.ones(ROWS, UNITS)
+    bank.mu.data, bank.log_sigma.data = mu.data, log_sigma.data
+
     def draw() -> None:
-        posterior().rsample((ROWS,)).sum().backward()
+        bank.draw(ROWS).backward(slope)
 
     with Allocated() as allocated:
         draw()
     return {
         "draw": seconds(draw, repeats) / (UNITS * ROWS),
         "draw_peak": allocated.most / (UNITS * ROWS),
-        "kl": seconds(lambda: posterior().kl().sum().backward(), repeats) / UNITS,
+        "kl": seconds(lambda: bmrs.draws.kl_gradient(bank.mu, bank.log_sigma, slope[0]), repeats) / UNITS,
         "scores": seconds(lambda: bmrs.evidence.scores(posterior()), repeats) / UNITS,
     }
 
 
-def on_a_gpu(core: dict[str, float], gpu: dict[float, float], units: int, rows: int) -> dict[str, float]:
-    """Seconds per unit there: a call's for as many units, and the others' in the ratio they have on a core."""
+def on_a_gpu(gpu: dict[float, float], units: int, machine: Machine) -> dict[str, float]:
+    """Seconds per unit there: of scores what a call for as many units took; of kernels what their bytes take. A draw
+    writes θ and two derivatives and reads the derivatives and θ's gradient, once more split and put together; the
+    KL's gradient is made of φ and the prices, and added to φ's.
+    """
 
     def scores(count: int) -> float:
         """Between the sizes measured, along a straight line of logarithms."""
@@ -218,11 +224,7 @@ def on_a_gpu(core: dict[str, float], gpu: dict[float, float], units: int, rows: 
         part = 0.0 if above == below else math.log(count / below) / math.log(above / below)
         return gpu[below] ** (1 - part) * gpu[above] ** part
 
-    return {
-        "draw": core["draw"] / core["scores"] * scores(units * rows),
-        "kl": core["kl"] / core["scores"] * scores(units),
-        "scores": scores(units),
-    }
+    return {"draw": 32 / machine.bandwidth, "kl": 44 / machine.bandwidth, "scores": scores(units)}
 
 
 # --- computed ---------------------------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ def plan(name: str, found: dict[str, Any], core: dict[str, float], gpu: dict[flo
         for per_example in (True, False):
             run = Run(gpus, per_example=per_example)
             constants = Constants(
-                **on_a_gpu(core, gpu, network.units, run.rows),
+                **on_a_gpu(gpu, network.units, machine),
                 draw_peak=core["draw_peak"],
                 record=found["record_bytes"] / found["units"], indices=found["record_seconds"] / found["units"],
             )  # fmt: skip

@@ -59,7 +59,7 @@ def constants(content: dict[str, Any], name: str) -> str:
     here = "measured here, one core"
     rows = [
         ["draw and its backward pass, per unit and row", f"{core['draw'] * 1e9:,.0f} ns", here],
-        ["KL and its gradient, per unit", f"{core['kl'] * 1e9:,.0f} ns", here],
+        ["the gradient of the KL, per unit", f"{core['kl'] * 1e9:,.0f} ns", here],
         ["ΔF, SNR and E[θ], per unit", f"{core['scores'] * 1e9:,.0f} ns", here],
         ["memory of a draw at its peak, per unit and row", f"{core['draw_peak']:,.0f} B", here],
         ["record of what was removed, per unit, half of them gone", f"{found['record_bytes'] / found['units']:,.1f} B",
@@ -67,7 +67,7 @@ def constants(content: dict[str, Any], name: str) -> str:
         ["writing it down, per unit", f"{found['record_seconds'] / found['units'] * 1e6:,.1f} µs", f"{here}, {name}"],
         *([f"ΔF, SNR and E[θ] of {float(units):,.0f} units, per unit", f"{one * 1e9:,.1f} ns", f"measured, {gpu}"]
           for units, one in content["gpu"]["scores"].items()),
-        ["draw and KL on a GPU", "in the ratio they have on a core", "computed"],
+        ["draw and KL on a GPU", "what their bytes take through memory", "computed"],
         ["operations in bf16, memory's bandwidth, memory",
          f"{machine['peak'] / 1e12:,.0f} T/s, {machine['bandwidth'] / 1e12:,.1f} TB/s, {size(machine['memory'])}",
          "published, H200"],

@@ -95,9 +95,9 @@ class Run:
 class Constants:
     """Measured: seconds and bytes per unit and row (draw), or per unit. Seconds are a GPU's."""
 
-    draw: float  # forward and backward
+    draw: float  # forward and backward, computed from bytes
     draw_peak: float  # bytes at the worst moment
-    kl: float  # value and gradient
+    kl: float  # its gradient, computed from bytes
     scores: float
     record: float  # bytes of the record of what was removed
     indices: float  # seconds of Python, on one core
@@ -125,8 +125,8 @@ def memory(decoder: Decoder, run: Run, constants: Constants) -> dict[str, float]
 def step(decoder: Decoder, run: Run, constants: Constants, machine: Machine) -> dict[str, float]:
     """Seconds of one training step, were nothing done at once. 8 P B T: forward, forward again, and backward.
 
-    Of a gated column, in bf16: read and written forward, twice, 8 bytes; backward its own gradient, 4, and for θ's the
-    product with the column, read and written and read again, 8.
+    Of a gated column, in bf16: read and written forward, twice, 8 bytes; backward, in one kernel, the column and what
+    comes back read and its own gradient written, 6.
     """
     p, u, n = decoder.parameters, decoder.units, run.gpus
     return {
@@ -134,10 +134,10 @@ def step(decoder: Decoder, run: Run, constants: Constants, machine: Machine) -> 
         "FSDP: parameters gathered twice, gradients scattered, in bf16: 6 P (N−1)/N": (
             6 * p * (n - 1) / n / machine.wire(n)
         ),
-        "gates: draw and its backward pass": constants.draw * run.rows * u,
-        "gates: KL and its gradient": constants.kl * u,
-        "gates: multiplying, twice forward and once backward: 20 B T C bytes": (
-            20 * run.tokens * decoder.columns / machine.bandwidth
+        "gates: draw and its backward pass: 32 bytes per unit and row": constants.draw * run.rows * u,
+        "gates: the gradient of the KL: 44 U bytes": constants.kl * u,
+        "gates: multiplying, twice forward and once backward: 14 B T C bytes": (
+            14 * run.tokens * decoder.columns / machine.bandwidth
         ),
         "gates: averaging φ's gradient: 16 U (N−1)/N bytes": 16 * u * (n - 1) / n / machine.wire(n),
     }

@@ -73,7 +73,7 @@ def test_memory_and_time_are_those_computed_by_hand():
     inside = 4 * 8 + 2 * (4 + 2) * 3 + 4 * 12
     assert held == [16 * 1352 / 4, 4 * 592, 2 * 15 * 8 * 2, 2 * 15 * inside, 10 * 15 * 10, 32 * 28, 100 * 3 * 28, 720]
     assert list(sizing.step(TINY, run, CONSTANTS, machine).values()) == pytest.approx(
-        [8 * 1352 * 15 / 5e5, 6 * 1352 * 0.75 / 1e5, 2e-9 * 3 * 28, 3e-9 * 28, 20 * 15 * 48 / 1e6, 16 * 28 * 0.75 / 1e5]
+        [8 * 1352 * 15 / 5e5, 6 * 1352 * 0.75 / 1e5, 2e-9 * 3 * 28, 3e-9 * 28, 14 * 15 * 48 / 1e6, 16 * 28 * 0.75 / 1e5]
     )
     far = sizing.Run(gpus=16, sequences=3, length=5, per_example=False)
     slow = list(sizing.step(TINY, far, CONSTANTS, machine).values())
@@ -90,10 +90,10 @@ def test_memory_and_time_are_those_computed_by_hand():
 
 def test_a_gpu_s_costs_lie_between_those_measured():
     measured = {100.0: 4e-9, 10_000.0: 1e-9}
-    core = {"draw": 6.0, "kl": 1.0, "scores": 2.0}
-    assert scale.on_a_gpu(core, measured, 1000, 1) == pytest.approx({"draw": 6e-9, "kl": 1e-9, "scores": 2e-9})
-    assert scale.on_a_gpu(core, measured, 1000, 10)["draw"] == pytest.approx(3e-9)
-    assert scale.on_a_gpu(core, measured, 10**6, 1)["scores"] == 1e-9
+    machine = sizing.Machine(bandwidth=1e10)
+    got = scale.on_a_gpu(measured, 1000, machine)
+    assert got == pytest.approx({"draw": 3.2e-9, "kl": 4.4e-9, "scores": 2e-9})
+    assert scale.on_a_gpu(measured, 10**6, machine)["scores"] == 1e-9
 
 
 def test_memory_of_tensors_is_counted():
