@@ -26,7 +26,7 @@ import benchmarks.architectures  # noqa: F401  makes transformers importable bes
 import bmrs
 from benchmarks.overhead_rows import Row, gated, rows
 from benchmarks.overhead_tables import markdown
-from bmrs import native
+from bmrs import fused, native
 from bmrs.gates import OutputGate, WeightGate
 from bmrs.study.provenance import provenance
 
@@ -50,8 +50,8 @@ class Job:
         self.y = torch.randint(10, (row.batch,), device=device)
         self.pruner: bmrs.Pruner | None = None
         self.seconds: dict[str, float] = {}
-        fused = {"fused": True} if row.mode == "graph" else {}
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-5, **fused)
+        options = {"fused": True} if row.mode == "graph" else {}
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-5, **options)
         if noise is not None:
             with self._timed("discovery"):
                 structures = gated(row, self.network, self.x)
@@ -304,7 +304,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     made = provenance(
         device=options.device, threads=torch.get_num_threads(), compiled_c=native.available(),
-        fused=native.wanted(), budget_seconds=options.budget,
+        fused=fused.wanted(), budget_seconds=options.budget,
     )  # fmt: skip
     constants = device_constants(device)
     found: dict[str, Any] = {"provenance": made, "constants": constants, "rows": [], "sweep": []}

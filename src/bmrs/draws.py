@@ -6,7 +6,6 @@ a processor (:mod:`bmrs.native`); elsewhere the exact quantile in float64, at th
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from bmrs import _truncated, native
+from bmrs import _truncated, fused, native
 from bmrs._truncated import Frame, Regime
 from bmrs.posterior import LOG_A, LOG_B, LOG_SIGMA_RANGE, TruncatedLogNormal
 
@@ -52,9 +51,9 @@ def kl_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of Σ weight·KL by μ and log σ of every gate, in the precision of ``mu``."""
     mu, log_sigma, weights = mu.detach(), log_sigma.detach(), weights.detach().to(mu.dtype)
-    fused = _fused(mu)
-    if fused is not None:
-        by_mu, by_log_sigma = fused.kl_gradient(mu, log_sigma, weights, low, high)
+    chosen = _fused(mu)
+    if chosen is not None:
+        by_mu, by_log_sigma = chosen.kl_gradient(mu, log_sigma, weights, low, high)
         return by_mu, by_log_sigma
     return exact_kl_gradient(mu, log_sigma, weights, low, high)
 
@@ -84,8 +83,8 @@ def exact_mean(mu: Tensor, log_sigma: Tensor, low: float = LOG_A, high: float = 
 
 
 def _mean(mu: Tensor, log_sigma: Tensor, low: float, high: float) -> Tensor:
-    fused = _fused(mu)
-    result: Tensor = (exact_mean if fused is None else fused.mean)(mu, log_sigma, low, high)
+    chosen = _fused(mu)
+    result: Tensor = (exact_mean if chosen is None else chosen.mean)(mu, log_sigma, low, high)
     return result
 
 
@@ -102,20 +101,8 @@ def _fused(mu: Tensor) -> Any:
     if mu.dtype != torch.float32:
         return None
     if mu.is_cuda:
-        return _kernels()
+        return fused.kernels("_draw_kernels")
     return native if mu.device.type == "cpu" and native.available() else None
-
-
-@cache
-def _kernels() -> Any:
-    """The module of Triton's kernels; None where Triton is not installed, or not wanted."""
-    if not native.wanted():
-        return None
-    try:
-        from bmrs import _draw_kernels
-    except ImportError:
-        return None
-    return _draw_kernels
 
 
 def _drawn(
@@ -126,9 +113,9 @@ def _drawn(
     if mu.dim() == 1:
         alone = _drawn(mu[None], log_sigma[None], alive[None], seeds, step, units[None], examples, low, high)
         return [part[0] for part in alone]
-    fused = _fused(mu)
-    if fused is not None and examples:
-        drawn: Sequence[Tensor] = fused.draw(mu, log_sigma, alive, seeds, step, units, examples, low, high)
+    chosen = _fused(mu)
+    if chosen is not None and examples:
+        drawn: Sequence[Tensor] = chosen.draw(mu, log_sigma, alive, seeds, step, units, examples, low, high)
         return drawn
     return exact(mu, log_sigma, alive, uniforms(seeds, step, units, examples), low, high)
 
@@ -167,12 +154,12 @@ def _shapes(mu: Tensor, log_sigma: Tensor, alive: Tensor, seeds: Tensor, step: T
 
 def _sums(grad: Tensor, by_mu: Tensor, by_log_sigma: Tensor) -> list[Tensor]:
     """Over the examples, of grad·∂θ/∂μ and grad·∂θ/∂log σ."""
-    fused = _fused(grad)
-    if fused is None:
+    chosen = _fused(grad)
+    if chosen is None:
         return [(grad * by_mu).sum(-2), (grad * by_log_sigma).sum(-2)]
     if grad.dim() == 2:
-        return [part[0] for part in fused.sums(grad[None].contiguous(), by_mu[None], by_log_sigma[None])]
-    return list(fused.sums(grad.contiguous(), by_mu, by_log_sigma))
+        return [part[0] for part in chosen.sums(grad[None].contiguous(), by_mu[None], by_log_sigma[None])]
+    return list(chosen.sums(grad.contiguous(), by_mu, by_log_sigma))
 
 
 @torch.library.custom_op("bmrs::sums", mutates_args=())

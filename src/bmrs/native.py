@@ -1,7 +1,7 @@
 """The processor's own code for gates: ``native.c``, compiled once per machine and kept in the user's cache.
 
 Without a C compiler, or where what it makes does not compute what plain torch does, plain torch computes: the same
-numbers, more slowly. ``BMRS_FUSED=0`` in the environment asks for that, here and on a GPU.
+numbers, more slowly. ``BMRS_FUSED=0`` in the environment asks for that.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmrs import fused
 from bmrs.posterior import LOG_A, LOG_B, LOG_SIGMA_RANGE
 
 log = logging.getLogger("bmrs")
@@ -29,15 +30,10 @@ _SECONDS = 60.0  # a compiler that takes longer is broken
 _WHOLE, _SINGLE, _DOUBLE, _TENSOR = ctypes.c_int64, ctypes.c_float, ctypes.c_double, ctypes.c_void_p
 
 
-def wanted() -> bool:
-    """Whether fused code may be used at all."""
-    return os.environ.get("BMRS_FUSED", "1") != "0"
-
-
 @cache
 def available() -> bool:
     """Whether gates on the processor are computed by compiled code."""
-    if not wanted():
+    if not fused.wanted():
         return False
     try:
         right = _agrees()

@@ -148,8 +148,8 @@ class Pruner:
     # --- what trains along --------------------------------------------------------------------------------------------
 
     def follow(self, *others: Any) -> None:
-        """Tell of what is to shrink along: optimizers, copies of the network made after this Pruner (an EMA), and
-        compiled wrappers of the network (torch.compile) made after it. DistributedDataParallel is found by itself.
+        """Tell of what is to shrink along: optimizers, and copies of the network made after this Pruner (an EMA).
+        DistributedDataParallel is found by itself, and torch.compile needs no telling.
         """
         for other in others:
             if isinstance(getattr(other, "optimizer", other), torch.optim.Optimizer):

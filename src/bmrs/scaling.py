@@ -4,7 +4,6 @@ On a GPU the two gradients are one kernel, which reads what came in and what com
 small, plain torch computes the same.
 """
 
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from bmrs import native
+from bmrs import fused
 
 FEW = 1 << 16  # numbers, below which starting a kernel of ours costs the processor more than it saves the GPU
 
@@ -56,16 +55,8 @@ def _by_kernels(x: Tensor, theta: Tensor) -> bool:
     return worth and x.numel() < 1 << 31 and _kernels() is not None
 
 
-@cache
 def _kernels() -> Any:
-    """The module of Triton's kernels; None where Triton is not installed, or not wanted."""
-    if not native.wanted():
-        return None
-    try:
-        from bmrs import _scale_kernels
-    except ImportError:
-        return None
-    return _scale_kernels
+    return fused.kernels("_scale_kernels")
 
 
 def _laid_out(x: Tensor, dim: int, each: int) -> tuple[int, int, int] | None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bmrs
-from bmrs import draws, native, scaling
+from bmrs import fused, native, scaling
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -61,13 +61,13 @@ def plainly(monkeypatch):
 
     def turn(off):
         monkeypatch.setenv("BMRS_FUSED", "0" if off else "1")
-        for found in (native.available, draws._kernels, scaling._kernels):
+        for found in (native.available, fused.kernels):
             found.cache_clear()
         monkeypatch.setattr(scaling, "FEW", 0)
 
     yield turn
     monkeypatch.undo()
-    for found in (native.available, draws._kernels, scaling._kernels):
+    for found in (native.available, fused.kernels):
         found.cache_clear()
 
 
@@ -82,7 +82,7 @@ def test_a_pass_and_its_gradients_are_those_of_plain_torch(plainly, noise, layou
     found = []
     for off in (False, True):
         plainly(off)
-        assert (draws._kernels() is None) == off
+        assert (fused.kernels("_draw_kernels") is None) == off
         model, _, pruner = made(noise)
         model = model.to(memory_format=layout)
         x, y = batch(1, 13)

@@ -4,8 +4,6 @@ Convolutions on a GPU are kernels of their own: grouped convolutions of few chan
 library, are many times slower. Elsewhere a grouped convolution does.
 """
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from bmrs import fused
 
 
 def conv2d(
@@ -57,14 +57,10 @@ def _fast(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.float32 and _kernels() is not None
 
 
-@cache
-def _kernels() -> tuple[ModuleType, ModuleType] | None:
-    """The modules of kernels; None where Triton is not installed."""
-    try:
-        from bmrs.study import _conv_kernels, _pool_kernels
-    except ImportError:
-        return None
-    return _conv_kernels, _pool_kernels
+def _kernels() -> tuple[Any, Any] | None:
+    """The modules of kernels of convolutions and of pooling."""
+    found = fused.kernels("study._conv_kernels"), fused.kernels("study._pool_kernels")
+    return None if None in found else found
 
 
 class _Linear(Function):

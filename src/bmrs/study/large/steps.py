@@ -94,8 +94,6 @@ class Step:
             self._stream = torch.cuda.Stream()
         if self.how == "compile":
             self.called = torch.compile(network, dynamic=False)
-            if pruner is not None:
-                pruner.follow(self.called)
         self.changed()
 
     def changed(self) -> None:
