@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import benchmarks.architectures  # noqa: F401  makes transformers importable beside a torchvision without its kernels
 import bmrs
-from benchmarks.overhead_rows import Row, gated, rows
+from benchmarks.overhead_rows import ByHand, Row, gated, rows
 from benchmarks.overhead_tables import markdown
 from bmrs import fused, native
 from bmrs.gates import OutputGate, WeightGate
@@ -39,20 +39,22 @@ class Job:
     """A network with its optimizer, and one training step of it."""
 
     def __init__(self, row: Row, device: torch.device, noise: str | None) -> None:
-        """``noise``: "example", "batch", or None for a network without gates."""
+        """``noise``: "example", "batch", "by hand" for gates in the network's own code, None for no gates."""
         torch.manual_seed(0)
         self.row, self.device, self.noise = row, device, noise
         self.others = _allocated(device)
         layout = torch.channels_last if row.last else torch.contiguous_format
-        self.network = row.build().to(device, memory_format=layout)
+        network = ByHand() if noise == "by hand" else row.build()
+        self.network = network.to(device, memory_format=layout)
         self.x = torch.randn(row.batch, *row.image, device=device)
         self.x = self.x.to(memory_format=layout) if row.last else self.x
         self.y = torch.randint(10, (row.batch,), device=device)
         self.pruner: bmrs.Pruner | None = None
         self.seconds: dict[str, float] = {}
         options = {"fused": True} if row.mode == "graph" else {}
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-5, **options)
-        if noise is not None:
+        trained = self.network.groups() if isinstance(self.network, ByHand) else self.network.parameters()
+        self.optimizer = torch.optim.Adam(trained, lr=1e-5, **options)
+        if noise in ("example", "batch"):
             with self._timed("discovery"):
                 structures = gated(row, self.network, self.x)
             with self._timed("proof and gates"):
@@ -83,6 +85,8 @@ class Job:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.row.half):
             loss = F.cross_entropy(self.called(self.x), self.y)
         loss.backward()
+        if isinstance(self.network, ByHand):
+            self.network.add_kl()
         self.optimizer.step()
 
     def _recorded(self) -> Callable[[], None]:
@@ -228,7 +232,8 @@ def floor(job: Job, constants: dict[str, float], plain_ms: float) -> dict[str, f
 def measure(row: Row, device: torch.device, constants: dict[str, float], budget: float) -> dict[str, Any]:
     torch.compiler.reset()
     jobs = [Job(row, device, noise) for noise in (None, "example", "batch")]
-    step = race(jobs, "step", budget)
+    by_hand = [Job(row, device, "by hand")] if row.name == "mlp" else []
+    step = race([*jobs, *by_hand], "step", budget)
     found: dict[str, Any] = {
         "row": row.name, "mode": row.mode, "batch": row.batch, "image": row.image, "bf16": row.half,
         "channels_last": row.last, "places": row.places, "target": row.target, "memory_target_gb": row.memory,

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import bmrs
+from bmrs import draws
 from bmrs.study.networks import lenet5, mlp
 
 
@@ -50,6 +52,44 @@ def _resnet(depths: tuple[int, ...], kind: str, widths: tuple[int, ...]) -> nn.M
 
     config = ResNetConfig(depths=list(depths), layer_type=kind, hidden_sizes=list(widths), num_labels=1000)
     return Logits(ResNetForImageClassification(config))
+
+
+class ByHand(nn.Module):
+    """The MLP with the same gates in its own code: what its operations cost in torch, without a hook anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = list(_mlp().children())[1:]
+        self.layers, self.out = nn.ModuleList(layers[:-1:2]), layers[-1]
+        self.widths = [layer.out_features for layer in self.layers]
+        units = sum(self.widths)
+        self.mu, self.log_sigma = nn.Parameter(torch.zeros(units)), nn.Parameter(torch.full((units,), -5.0))
+        self.register_buffer("alive", torch.ones(units, dtype=torch.bool))
+        self.register_buffer("numbers", torch.arange(units))
+        self.register_buffer("prices", torch.full((units,), 1.0 / units))
+        self.register_buffer("seeds", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("drawn", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        theta = draws.draw(self.mu, self.log_sigma, self.alive, self.seeds, self.drawn, self.numbers, len(x))
+        self.drawn.add_(1)
+        x = x.flatten(1)
+        for layer, own in zip(self.layers, theta.split(self.widths, dim=1), strict=True):
+            x = torch.tanh(layer(x)) * own
+        return self.out(x)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """For the optimizer: the gates learn at a rate of their own."""
+        gates = [self.mu, self.log_sigma]
+        weights = [p for p in self.parameters() if all(p is not own for own in gates)]
+        return [{"params": weights}, {"params": gates, "lr": 1e-4}]
+
+    @torch.no_grad()
+    def add_kl(self) -> None:
+        for own, slope in zip(
+            (self.mu, self.log_sigma), draws.kl_gradient(self.mu, self.log_sigma, self.prices), strict=True
+        ):
+            own.grad.add_(slope)
 
 
 def resnet50() -> nn.Module:

@@ -29,6 +29,13 @@ def markdown(found: dict[str, Any]) -> str:
             f"| {row['row']} | {row['batch']} | {mode} | {step['ms']['None']:.3g} ms | {_ratio(step, 'example')} | "
             f"{_ratio(step, 'batch')} | {row['target']:.2f}× | {row['floor']['example']['ratio']:.2f}× | {gb} |"
         )
+    for row in done:
+        if "by hand" in row["step"]["ratio"]:
+            lines += [
+                "",
+                f"{row['row']}, {row['mode']}: the same gates in the network's own code, without a hook, take "
+                f"{_ratio(row['step'], 'by hand')}.",
+            ]
     eager = [row for row in done if "inference" in row]
     if eager:
         share = f"{eager[0]['removed_fraction']:.0%}"

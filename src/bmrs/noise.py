@@ -334,9 +334,10 @@ class NoiseBank(nn.Module):
 
     def _hold(self, theta: Tensor | None) -> None:
         """The gates from now on; one split and not many slices, since its gradient is one concatenation."""
-        sizes = [layer.stop - layer.start for layer in self.layers.values()]
         self._theta = theta
-        self._parts = {} if theta is None else dict(zip(self.layers, theta.split(sizes, dim=1), strict=True))
+        self._parts = {}
+        if theta is not None:
+            self._parts = dict(zip(self.layers, theta.split(list(self.sizes.values()), dim=1), strict=True))
 
     def _ready(self) -> None:
         """What every draw needs beside φ, where φ is."""
