@@ -186,7 +186,7 @@ class TestWithoutACompiler:
         assert "0.7978845608028654" in text
         wrong.write_text(text.replace("0.7978845608028654", "0.8"))
         compiler = afresh / "cc"
-        compiler.write_text(f'#!/bin/sh\nfor last; do :; done\nexec cc -O1 -shared -fPIC -o "$8" {wrong} -lm\n')
+        compiler.write_text(f'#!/bin/sh\nfor last; do :; done\nexec cc -O1 -shared -fPIC -o "$9" {wrong} -lm\n')
         compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("CC", str(compiler))
         assert not native.available()

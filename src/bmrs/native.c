@@ -1,6 +1,6 @@
-/* Gates on a processor: draws in float32, their means and the gradient of the KL in float64. The forms are those of
- * bmrs/_truncated.py, one per place where mu can lie. What one unit needs is computed once; the loop over its examples
- * has no branches, so that the compiler computes several of them at a time. */
+/* Gates on a processor: draws in float32, their means and the gradient of the KL in float64, and what they multiply. The
+ * forms are those of bmrs/_truncated.py, one per place where mu can lie. What one unit needs is computed once; the loop
+ * over its examples has no branches, so that the compiler computes several of them at a time. */
 
 #include <math.h>
 #include <stdint.h>
@@ -320,3 +320,60 @@ void bmrs_mean(int64_t gates, const float *mu, const float *log_sigma, double lo
         mean[n] = (float)exp(found);
     }
 }
+
+/* x times theta, and both gradients from what comes back, each number read once. x lies as [rows, before, units, after]
+ * where "before" or "after" is 1; stride: of the rows of theta. Numbers are float32, or bfloat16 held as their upper
+ * halves; sums are float32. */
+
+static inline float widened(uint16_t half) { return as_float((int32_t)((uint32_t)half << 16)); }
+
+static inline uint16_t narrowed(float x) { /* to the nearest, ties to even; what is not a number stays so */
+    uint32_t bits = (uint32_t)as_bits(x);
+    return x != x ? 0x7FC0 : (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline float same(float x) { return x; }
+
+#define SCALED(NAME, NUMBER, READ, WRITE)                                                                              \
+    void NAME(int64_t rows, int64_t before, int64_t units, int64_t after, int64_t stride, const NUMBER *restrict x,    \
+              const float *restrict theta, NUMBER *restrict out) {                                                     \
+        for (int64_t row = 0; row < rows; row++, theta += stride) {                                                    \
+            if (after > 1)                                                                                             \
+                for (int64_t u = 0; u < units; u++, x += after, out += after)                                          \
+                    for (int64_t i = 0; i < after; i++) out[i] = WRITE(READ(x[i]) * theta[u]);                         \
+            else                                                                                                       \
+                for (int64_t i = 0; i < before; i++, x += units, out += units)                                         \
+                    for (int64_t u = 0; u < units; u++) out[u] = WRITE(READ(x[u]) * theta[u]);                         \
+        }                                                                                                              \
+    }
+
+SCALED(bmrs_scale_f32, float, same, same)
+SCALED(bmrs_scale_bf16, uint16_t, widened, narrowed)
+
+#define SLOPES(NAME, NUMBER, READ, WRITE)                                                                              \
+    void NAME(int64_t rows, int64_t before, int64_t units, int64_t after, int64_t stride, const NUMBER *restrict grad, \
+              const NUMBER *restrict x, const float *restrict theta, NUMBER *restrict to_x, float *restrict to_theta) {\
+        for (int64_t row = 0; row < rows; row++, theta += stride, to_theta += units) {                                 \
+            memset(to_theta, 0, units * sizeof *to_theta);                                                             \
+            if (after > 1)                                                                                             \
+                for (int64_t u = 0; u < units; u++, x += after, grad += after, to_x += after) {                        \
+                    float sum = 0.0f, t = theta[u];                                                                    \
+                    _Pragma("omp simd reduction(+ : sum)") for (int64_t i = 0; i < after; i++) {                       \
+                        float g = READ(grad[i]);                                                                       \
+                        sum += g * READ(x[i]);                                                                         \
+                        to_x[i] = WRITE(g * t);                                                                        \
+                    }                                                                                                  \
+                    to_theta[u] = sum;                                                                                 \
+                }                                                                                                      \
+            else                                                                                                       \
+                for (int64_t i = 0; i < before; i++, x += units, grad += units, to_x += units)                         \
+                    for (int64_t u = 0; u < units; u++) {                                                              \
+                        float g = READ(grad[u]);                                                                       \
+                        to_theta[u] += g * READ(x[u]);                                                                 \
+                        to_x[u] = WRITE(g * theta[u]);                                                                 \
+                    }                                                                                                  \
+        }                                                                                                              \
+    }
+
+SLOPES(bmrs_slopes_f32, float, same, same)
+SLOPES(bmrs_slopes_bf16, uint16_t, widened, narrowed)

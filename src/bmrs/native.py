@@ -6,6 +6,7 @@ numbers, more slowly. ``BMRS_FUSED=0`` in the environment asks for that.
 
 import ctypes
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -25,8 +26,9 @@ from bmrs.posterior import LOG_A, LOG_B, LOG_SIGMA_RANGE
 log = logging.getLogger("bmrs")
 
 _SOURCE = Path(__file__).with_name("native.c")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC")
 _SECONDS = 60.0  # a compiler that takes longer is broken
+SCALED = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _WHOLE, _SINGLE, _DOUBLE, _TENSOR = ctypes.c_int64, ctypes.c_float, ctypes.c_double, ctypes.c_void_p
 
 
@@ -92,6 +94,16 @@ def mean(mu: Tensor, log_sigma: Tensor, low: float = LOG_A, high: float = LOG_B)
     return result
 
 
+def product(kind: torch.dtype) -> Any:
+    """The code of x·θ for ``x`` of this dtype, which is one of :data:`SCALED`; see ``native.c``."""
+    return getattr(_library(), f"bmrs_scale_{SCALED[kind]}")
+
+
+def gradients(kind: torch.dtype) -> Any:
+    """And that of the gradients of both."""
+    return getattr(_library(), f"bmrs_slopes_{SCALED[kind]}")
+
+
 @cache
 def _library() -> Any:
     library = ctypes.CDLL(str(_compiled()))
@@ -99,7 +111,12 @@ def _library() -> Any:
     library.bmrs_sums.argtypes = [_WHOLE] * 3 + [_TENSOR] * 5
     library.bmrs_kl_gradient.argtypes = [_WHOLE] + [_TENSOR] * 3 + [_DOUBLE] * 4 + [_TENSOR] * 2
     library.bmrs_mean.argtypes = [_WHOLE] + [_TENSOR] * 2 + [_DOUBLE] * 4 + [_TENSOR]
-    for function in (library.bmrs_draw, library.bmrs_sums, library.bmrs_kl_gradient, library.bmrs_mean):
+    functions = [library.bmrs_draw, library.bmrs_sums, library.bmrs_kl_gradient, library.bmrs_mean]
+    for kind in SCALED.values():
+        product, gradients = getattr(library, f"bmrs_scale_{kind}"), getattr(library, f"bmrs_slopes_{kind}")
+        product.argtypes, gradients.argtypes = [_WHOLE] * 5 + [_TENSOR] * 3, [_WHOLE] * 5 + [_TENSOR] * 5
+        functions += [product, gradients]
+    for function in functions:
         function.restype = None
     return library
 
@@ -136,7 +153,7 @@ def _processor() -> str:
 
 def _agrees() -> bool:
     """Whether the compiled code computes what plain torch does, on gates of every kind."""
-    from bmrs import draws
+    from bmrs import _scale_native, draws
 
     places, widths = (
         torch.tensor([-30.0, -20.0, -12.0, -1.0, 0.0, 0.05, 3.0]),
@@ -158,4 +175,11 @@ def _agrees() -> bool:
             strict=True,
         ),
     ]
+    for kind, (before, after) in itertools.product(SCALED, ((1, 1), (1, 21), (21, 1))):
+        x = grad.flatten()[: 2 * 23 * before * after].view(2, before, 23, after).to(kind)
+        back, theta = x.flip(0), got[0][0, :2, :23]
+        products = (back * x.float()).sum((1, 3)), (back * theta[:, None, :, None]).to(kind)
+        gradients = _scale_native.backward(back, x, theta, before, 23, after)
+        pairs += zip(reversed(gradients), products, strict=True)
+        pairs.append((_scale_native.forward(x, theta, before, 23, after), (x * theta[:, None, :, None]).to(kind)))
     return all(torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-3) for one, other in pairs)

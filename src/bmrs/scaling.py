@@ -1,9 +1,10 @@
 """What a gate does to a tensor: x·θ, with θ per example and unit.
 
-On a GPU the two gradients are one kernel, which reads what came in and what comes back once. Elsewhere, and for the
-small, plain torch computes the same.
+The two gradients are one kernel, Triton's on a GPU and compiled C on a processor, which reads what came in and what
+comes back once. Elsewhere, and for the small, plain torch computes the same.
 """
 
+import math
 from math import prod
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from bmrs import fused
+from bmrs import _scale_native, fused, native
 
 FEW = 1 << 16  # numbers, below which starting a kernel of ours costs the processor more than it saves the GPU
+FEW_HERE = {torch.float32: 1 << 18, torch.bfloat16: 1 << 15}  # or than it saves the processor itself
 
 
 def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1, norm: nn.Module | None = None) -> Tensor:
@@ -27,10 +29,11 @@ def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1, norm: nn.Module | N
             [1., 1., 2., 2., 3., 3.]])
     """
     dim %= x.dim()
-    if _by_kernels(x, theta):
+    kernels = _kernels(x, theta)
+    if kernels is not None:
         laid = _laid_out(x, dim, each)
         if laid is not None:
-            result: Tensor = _Scale.apply(x, theta, *laid, *_behind(norm, x))
+            result: Tensor = _Scale.apply(x, theta, kernels, *laid, *(_behind(norm, x) if x.is_cuda else ()))
             return result
     if each == 1 and theta.shape == x.shape:  # a view less to go back through
         result = x * theta
@@ -45,18 +48,21 @@ def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1, norm: nn.Module | N
     return product.to(x.dtype).flatten(dim, dim + 1)
 
 
-def _by_kernels(x: Tensor, theta: Tensor) -> bool:
-    if not x.is_cuda or not theta.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    if len(theta) != len(x) or x.dtype == torch.float64 or theta.dtype != torch.float32 or not x.numel():
-        return False
-    # A graph that is being recorded starts kernels for nothing later on.
-    worth = x.numel() >= FEW or torch.cuda.is_current_stream_capturing()
-    return worth and x.numel() < 1 << 31 and _kernels() is not None
-
-
-def _kernels() -> Any:
-    return fused.kernels("_scale_kernels")
+def _kernels(x: Tensor, theta: Tensor) -> Any:
+    """Whose kernels are to do it; None: plain torch."""
+    if theta.dtype != torch.float32 or not x.numel() or torch.compiler.is_compiling():
+        return None
+    learns = theta.requires_grad and torch.is_grad_enabled()
+    if x.is_cuda:
+        # A graph that is being recorded starts kernels for nothing later on.
+        worth = x.numel() >= FEW or torch.cuda.is_current_stream_capturing()
+        fits = len(theta) == len(x) and x.dtype != torch.float64 and x.numel() < 1 << 31
+        return fused.kernels("_scale_kernels") if learns and worth and fits else None
+    if x.device.type != "cpu" or not type(x) is type(theta) is Tensor or x.numel() < FEW_HERE.get(x.dtype, math.inf):
+        return None
+    # Without gradients torch is as fast, but for what it first makes float32 of.
+    fits = len(theta) == len(x) if learns else x.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+    return _scale_native if fits and native.available() else None
 
 
 def _laid_out(x: Tensor, dim: int, each: int) -> tuple[int, int, int] | None:
@@ -91,11 +97,13 @@ def _behind(norm: nn.Module | None, x: Tensor) -> tuple[Tensor, ...]:
 
 class _Scale(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, theta: Tensor, before: int, units: int, after: int, *behind: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, theta: Tensor, kernels: Any, before: int, units: int, after: int, *behind: Tensor
+    ) -> Tensor:
         """``behind``: see :func:`_behind`."""
         ctx.save_for_backward(theta, *(behind or (x,)))
-        ctx.sizes, ctx.stride = (before, units, after), x.stride()
-        product: Tensor = _kernels().forward(x, theta, before, units, after)
+        ctx.kernels, ctx.sizes, ctx.stride = kernels, (before, units, after), x.stride()
+        product: Tensor = kernels.forward(x, theta, before, units, after)
         return product
 
     @staticmethod
@@ -104,5 +112,5 @@ class _Scale(Function):
         theta, x, *behind = ctx.saved_tensors
         if grad.stride() != ctx.stride:  # so that both can be read as they lie
             grad = torch.empty_strided(grad.shape, ctx.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-        to_x, to_theta = _kernels().backward(grad, x, theta, *ctx.sizes, *behind)
-        return to_x, to_theta, *(None for _ in range(3 + (len(behind) + 1 if behind else 0)))
+        to_x, to_theta = ctx.kernels.backward(grad, x, theta, *ctx.sizes, *behind)
+        return to_x, to_theta, *(None for _ in range(4 + (len(behind) + 1 if behind else 0)))
