@@ -140,6 +140,7 @@ CPU = (
     Row("mlp", _mlp, (1, 32, 32), 32, "eager", 1.3, small=True),
     Row("lenet5", _lenet, _SMALL, 32, "eager", 1.3, small=True),
     Row("resnet18", resnet18, (3, 64, 64), 32, "eager", 1.3),
+    Row("resnet18", resnet18, (3, 64, 64), 32, "eager", 1.3, half=True, last=True),
 )
 
 

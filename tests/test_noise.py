@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bmrs import Gate, NoiseBank, TruncatedLogNormal
+from bmrs import Gate, NoiseBank, TruncatedLogNormal, draws
 from bmrs.price import prices as prices_of
 
 
@@ -114,6 +114,26 @@ class TestNeverStale:
         model(IMAGES)
         bank.mu.data.fill_(-2.0)
         assert torch.allclose(model(IMAGES), self.expected(model), atol=1e-6)
+
+    @pytest.mark.parametrize("which", ["mu", "log_sigma", "alive"])
+    def test_after_writing_a_single_number(self, which):
+        model, bank = gated()
+        model.eval()
+        model(IMAGES)
+        getattr(bank, which).data[8] = False if which == "alive" else -3.0
+        want = TruncatedLogNormal(bank.mu, bank.log_sigma).mean()[None] * bank.alive
+        assert torch.allclose(model(IMAGES), by_hand(plain(model), want), atol=1e-6)
+
+    def test_gates_that_stay_are_computed_once(self, monkeypatch):
+        model, bank = gated()
+        model.eval()
+        with torch.inference_mode():
+            before = model(IMAGES)
+        monkeypatch.setattr(draws, "mean", None)  # whoever calls it fails
+        output = model(IMAGES)
+        output.sum().backward()
+        assert torch.equal(output, before)
+        assert copy.deepcopy(bank)._remembered is None
 
     def test_after_loading(self):
         model, _ = gated()

@@ -81,6 +81,7 @@ class NoiseBank(nn.Module):
         self._draws, self._steps = torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
         self._known: tuple[Any, ...] = ()  # what the two below were made for
         self._seeds, self._numbers = torch.zeros(1, dtype=torch.long), torch.arange(total)
+        self._remembered: tuple[Tensor, Tensor] | None = None  # gates, and their means
         self._theta: Tensor | None = None
         self._parts: dict[str, Tensor] = {}  # of it, one for each layer
         self._runs_again = False  # a part of this pass, with gradients: activation checkpointing of the reentrant kind
@@ -372,7 +373,20 @@ class NoiseBank(nn.Module):
     def mean(self) -> Tensor:
         """E[θ] of every unit, 0 for those removed."""
         mu, log_sigma = (parallel.everyones(own.detach()) for own in (self.mu, self.log_sigma))
-        return draws.mean(mu, log_sigma, self.log_a, self.log_b) * self.alive
+        return self._mean(mu, log_sigma) * self.alive
+
+    def _mean(self, mu: Tensor, log_sigma: Tensor) -> Tensor:
+        """A processor remembers it for as long as the gates hold the same numbers: to see that they do costs little."""
+        if mu.device.type != "cpu" or type(mu) is not Tensor or torch.compiler.is_compiling():
+            return draws.mean(mu, log_sigma, self.log_a, self.log_b)
+        of = torch.stack((mu, log_sigma))
+        if (
+            self._remembered is None
+            or self._remembered[0].dtype != of.dtype
+            or not torch.equal(self._remembered[0], of)
+        ):
+            self._remembered = of, draws.mean(mu, log_sigma, self.log_a, self.log_b)
+        return self._remembered[1]
 
     def current(self) -> Tensor:
         """The gates of this pass, all layers: [batch_size or 1, units]."""
@@ -455,7 +469,8 @@ class NoiseBank(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A draw belongs to one pass and carries its graph: copies and pickles start without.
-        return {**self.__dict__, "_theta": None, "_parts": {}, "_owner": None, "optimizers": []}
+        left: dict[str, Any] = {"_theta": None, "_parts": {}, "_owner": None, "_remembered": None, "optimizers": []}
+        return {**self.__dict__, **left}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # Steps of log σ are lost in 16 bits: where the network is converted, the gates only move.
