@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from bmrs.study.jobs import device_named
+from bmrs.study.memory import keep_freed
 from bmrs.study.provenance import provenance
 from bmrs.study.store import Store, attempt
 
@@ -44,6 +45,8 @@ class Task:
         alone: bool = True,
     ) -> dict[str, Any]:
         """Do it here and now, from what an earlier attempt ``saved``; see :func:`bmrs.study.store.attempt`."""
+        if torch.device(self.device).type == "cpu":
+            keep_freed()
         return attempt(
             saved, self.recipe, self.device, save, alone=alone,
             work=lambda keep, resume: self.work(checkpoint=keep, resume=resume, progress=progress),

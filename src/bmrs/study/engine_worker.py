@@ -69,7 +69,7 @@ class Mailbox:
 def code() -> dict[str, str]:
     """What must be the same on all machines: this package file by file, and torch."""
     digest, root = hashlib.sha256(), Path(bmrs.__file__).parent
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted((*root.rglob("*.py"), *root.rglob("*.c"))):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
     return {
         "bmrs": f"{bmrs.__version__} ({digest.hexdigest()[:8]})",
