@@ -12,10 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Patches, and outputs, at a time where there are few filters and where there are many.
-_FEW, _MANY = (128, 64), (64, 128)
-_FEW_SUMMED, _MANY_SUMMED = (32, 64), (64, 128)  # in the gradient of filters
-_INNER, _TALL = 32, 64  # numbers of a patch at a time, and in the gradient of filters
+# How much a program takes at a time where there are few filters and where there are many: patches, outputs, numbers of
+# a patch; and its warps and stages.
+_TILES = {
+    "forward": ((128, 64, 32, 4, 3), (64, 128, 32, 4, 3)),
+    "by_filters": ((32, 64, 64, 4, 1), (64, 128, 64, 4, 1)),
+    "by_input": ((128, 64, 32, 4, 3), (64, 128, 32, 4, 3)),
+}
 _SHARES = 1024  # programs that keep a GPU busy
 # Numbers that change as networks shrink: the compiler must not make kernels of its own for some of them.
 _SIZES = [
@@ -29,7 +32,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     images, height, width, channels = x.shape
     members, size, _, _, outputs = weight.shape
     out_h, out_w = height - size + 1, width - size + 1
-    rows_each, most = _MANY if outputs > 16 else _FEW
+    rows_each, most, part, warps, stages = _TILES["forward"][outputs > 16]
     pixels = _side_by_side(out_w, channels, outputs, most)
     filters = _spread(weight, pixels)
     wide, inner = filters.shape[1:]
@@ -38,8 +41,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     block, fours = _block(wide, most), _in_fours(pixels * channels, (size - 1) * channels, width * channels)
     _forward[(triton.cdiv(rows, rows_each), triton.cdiv(wide, block), members)](
         x, filters, bias, out, rows, inner, wide, outputs, (pixels + size - 1) * channels, height, width, channels,
-        AREA=out_h * (out_w // pixels), ACROSS=out_w // pixels, PIXELS=pixels, ROWS=rows_each, INNER=_INNER, WIDE=block,
-        FOURS_IN=fours, FOURS_OUT=_in_fours(wide), num_warps=4, num_stages=_stages(fours),
+        AREA=out_h * (out_w // pixels), ACROSS=out_w // pixels, PIXELS=pixels, ROWS=rows_each, INNER=part, WIDE=block,
+        FOURS_IN=fours, FOURS_OUT=_in_fours(wide), num_warps=warps, num_stages=_stages(fours, stages),
     )  # fmt: skip
     return out
 
@@ -48,11 +51,11 @@ def by_filters(x: Tensor, slope: Tensor, members: int, size: int) -> tuple[Tenso
     """The gradients of filters, [members, size, size, C, O], and bias, [members, O], from the slope at the output."""
     images, height, width, channels = x.shape
     _, out_h, out_w, outputs = slope.shape
-    rows_each, most = _MANY_SUMMED if outputs > 16 else _FEW_SUMMED
+    rows_each, most, part, warps, stages = _TILES["by_filters"][outputs > 16]
     pixels = _side_by_side(out_w, channels, outputs, most)
     line, wide = (pixels + size - 1) * channels, pixels * outputs
     inner, rows = size * line, images // members * out_h * (out_w // pixels)
-    tall, block = _block(inner, _TALL), _block(wide, most)
+    tall, block = _block(inner, part), _block(wide, most)
     tiles, tiles_wide = triton.cdiv(inner, tall), triton.cdiv(wide, block)
     shares = max(1, min(triton.cdiv(rows, 8 * rows_each), _SHARES // (members * tiles * tiles_wide)))
     each = triton.cdiv(triton.cdiv(rows, shares), rows_each) * rows_each
@@ -62,7 +65,7 @@ def by_filters(x: Tensor, slope: Tensor, members: int, size: int) -> tuple[Tenso
     _by_filters[(tiles * tiles_wide, shares, members)](
         x, slope, parts, biases, rows, each, inner, wide, line, height, width, channels, shares, tiles,
         AREA=out_h * (out_w // pixels), ACROSS=out_w // pixels, PIXELS=pixels, ROWS=rows_each, INNER=tall, WIDE=block,
-        FOURS_IN=fours, FOURS_OUT=_in_fours(wide), num_warps=4, num_stages=1,
+        FOURS_IN=fours, FOURS_OUT=_in_fours(wide), num_warps=warps, num_stages=_stages(fours, stages),
     )  # fmt: skip
     whole = _places(parts, size, pixels, channels, outputs).sum((1, 5))
     return whole, biases.view(members, shares * pixels, outputs).sum(1)
@@ -72,7 +75,7 @@ def by_input(slope: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     """The gradient of the images. ``weight``: [members, size, size, O, C]."""
     images, out_h, out_w, outputs = slope.shape
     members, size, _, _, channels = weight.shape
-    rows_each, most = _MANY if channels > 16 else _FEW
+    rows_each, most, part, warps, stages = _TILES["by_input"][channels > 16]
     pixels = _side_by_side(width, outputs, channels, most)
     filters = _spread(weight.flip(1, 2), pixels)
     wide, inner = filters.shape[1:]
@@ -81,8 +84,8 @@ def by_input(slope: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     block, fours = _block(wide, most), _in_fours(outputs)
     _by_input[(triton.cdiv(rows, rows_each), triton.cdiv(wide, block), members)](
         slope, filters, out, rows, inner, wide, outputs, (pixels + size - 1) * outputs, out_h, out_w,
-        SIZE=size, AREA=height * (width // pixels), ACROSS=width // pixels, PIXELS=pixels, ROWS=rows_each, INNER=_INNER,
-        WIDE=block, FOURS_IN=fours, FOURS_OUT=_in_fours(wide), num_warps=4, num_stages=_stages(fours),
+        SIZE=size, AREA=height * (width // pixels), ACROSS=width // pixels, PIXELS=pixels, ROWS=rows_each, INNER=part,
+        WIDE=block, FOURS_IN=fours, FOURS_OUT=_in_fours(wide), num_warps=warps, num_stages=_stages(fours, stages),
     )  # fmt: skip
     return out
 
@@ -92,9 +95,9 @@ def _in_fours(*numbers: int) -> bool:
     return all(number % 4 == 0 for number in numbers)
 
 
-def _stages(fours: bool) -> int:
+def _stages(fours: bool, stages: int) -> int:
     """Loads of four numbers go ahead of the products; for single ones that does not pay."""
-    return 3 if fours else 1
+    return stages if fours else 1
 
 
 def _block(number: int, most: int) -> int:
