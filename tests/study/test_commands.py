@@ -424,7 +424,7 @@ class TestEngine:
         ("options", "sentence"),
         [
             (["--engine", "abacus"], "--engine: unknown engine 'abacus': choose from local, ray."),
-            (["--workers", "2"], "--workers says something about a Ray cluster: add --engine ray."),
+            (["--workers", "33"], "--workers: this process computes 32 tasks at once at most, got 33."),
             (["--address", "auto"], "--address says something about a Ray cluster: add --engine ray."),
         ],
     )

@@ -44,8 +44,8 @@ EngineName = Annotated[str, typer.Option("--engine", help="Who computes: this pr
                                          "workers of a [bold]ray[/bold] cluster.")]  # fmt: skip
 Address = Annotated[str | None, typer.Option(help="Ray: of a cluster that runs, as in [bold]10.0.0.1:6379[/bold], or "
                                              "auto; unless given, one is started here.")]  # fmt: skip
-Workers = Annotated[int | None, typer.Option(min=1, help="Ray: so many tasks at once; unless given, one per GPU, or "
-                                             "per core where there is none.")]  # fmt: skip
+Workers = Annotated[int | None, typer.Option(min=1, help="So many tasks at once; unless given, six on a GPU and one on "
+                                             "a processor or, with Ray, one per GPU or per core.")]  # fmt: skip
 Restart = Annotated[bool, typer.Option("--restart", help="Throw away what an earlier run left in the folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print paths and headline numbers as JSON.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]

@@ -73,9 +73,11 @@ def compute(plan: Plan, screen: Screen, engine: Engine, note: Callable[[str], No
 
 def _content(plan: Plan, parts: Mapping[str, dict[str, Any]], engine: Engine) -> dict[str, Any]:
     runs = plan.job.kind if plan.job.kind in _LISTS else "runs"
-    elsewhere = {} if engine.name == "local" else {
+    elsewhere: dict[str, Any] = {} if engine.name == "local" else {
         "engine": engine.name, "machine": _joined(part["made"]["machine"] for part in parts.values()),
     }  # fmt: skip
+    if engine.name == "local" and engine.slots > 1 and plan.job.protocol != "timing":
+        elsewhere = {"at_once": engine.slots}
     split = {"seeds_per_task": plan.seeds_per_task} if len(plan.blocks) > 1 else {}
     made = provenance(
         seeds=len(plan.seeds), methods=plan.methods, device=plan.device, parts={k: p["made"] for k, p in parts.items()},

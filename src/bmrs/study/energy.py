@@ -10,13 +10,15 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
+
+from bmrs.study.shares import Share
 
 WORLD_INTENSITY = 481.0  # g CO₂ per kWh, world average of 2023 (Ember)
 WATTS_PER_CORE = 10.0  # a busy core of a common desktop or server processor, from its rated power
@@ -44,7 +46,7 @@ class Meter:
         self._alone = alone
         self._device = str(device)
         self._every = every
-        self._sources: list[Source] = []
+        self._sources: list[Share] = []
         self._joules: dict[str, float] = {}
         self._broken = False
         self._lock = threading.Lock()
@@ -65,6 +67,9 @@ class Meter:
     ) -> None:
         self._stop.set()
         self._read()
+        for share in self._sources:
+            with suppress(Exception):
+                share.close()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
 
@@ -73,7 +78,8 @@ class Meter:
         if not self._stop.is_set():
             self._read()
         with self._lock:
-            sources, joules = list(self._sources), sum(self._joules.values())
+            shares, joules = list(self._sources), sum(self._joules.values())
+        sources: list[Source] = [share.source for share in shares]
         if not sources:
             reason = "the meter broke" if self._broken else f"nothing tells the energy of device '{self._device}'"
             return {"kwh": None, "co2_g": None, "how": "unavailable", "note": f"Energy is not known: {reason}."}
@@ -81,6 +87,8 @@ class Meter:
         how = "measured" if all(source.how == "measured" for source in sources) else "estimated"
         left_out = " A meter broke on the way, so the true number is higher." if self._broken else ""
         note = f"{_and([s.note for s in sources])}; memory, mains losses and cooling are not counted"
+        if any(share.divided for share in shares):
+            note += "; tasks that ran side by side are each given an equal share"
         return {
             "kwh": kwh,
             "co2_g": kwh * self.intensity,
@@ -95,21 +103,23 @@ class Meter:
 
     def _read(self) -> None:
         with self._lock:
-            for source in list(self._sources):
+            for share in list(self._sources):
+                note = share.source.note
                 try:
-                    self._joules[source.note] = source.joules()
+                    self._joules[note] = share.used()
                 except Exception:  # what it said so far stays
                     self._broken = True
-                    if source.note not in self._joules:
-                        self._sources.remove(source)
+                    if note not in self._joules:
+                        self._sources.remove(share)
 
 
 def measured(device: str | torch.device, carbon_intensity: float | None = None, *, alone: bool = True) -> Meter:
     """The energy of what runs inside: ``with measured("cuda") as energy: ...; energy.result()``.
 
     ``carbon_intensity`` in g CO₂ per kWh: the argument, else BMRS_CARBON_INTENSITY, else the world average.
-    ``alone``: no other task whose energy is counted shares the processor. Where one may, the counter of the whole
-    processor is not read: everyone would count everyone.
+    Tasks of this process that run side by side are each given an equal share. ``alone``: no task of another process,
+    whose energy is counted there, shares the processor. Where one may, the counter of the whole processor is not read:
+    everyone would count everyone.
     """
     return Meter(device, carbon_intensity, alone=alone)
 
@@ -150,27 +160,32 @@ def _intensity(given: float | None) -> tuple[float, str]:
     return given, f"CO₂ at {given:g} g/kWh, {source}."
 
 
-def _sources(device: str, alone: bool = True) -> list[Source]:
+def _sources(device: str, alone: bool = True) -> list[Share]:
+    def share(source: Callable[..., Source], *place: str) -> Share:
+        return Share((source, *place), lambda: source(*place), lambda made: made.joules())
+
     kind = torch.device(device).type
     if kind not in ("cuda", "cpu"):
         return []
-    found: list[Source] = []
+    found: list[Share] = []
     if kind == "cuda":
         for gpu in (_NvmlCounter, _SmiPower):
             with suppress(Exception):  # not installed, not allowed, too old a GPU: try the next
-                found.append(gpu(device))
+                found.append(share(gpu, device))
                 break
         else:
             return []  # the processor's share alone would mislead
     try:
         if not alone:
             raise OSError("the counter of the whole processor says nothing about this task")
-        found.append(_Rapl())
+        found.append(share(_Rapl))
     except (OSError, ValueError):
         if kind == "cpu":
-            found.append(_CpuTime())
+            found.append(share(_CpuTime))
         else:
-            found[0].note += "; the processor is not counted"
+            left_out = "; the processor is not counted"
+            made = found[0].source
+            made.note = made.note.removesuffix(left_out) + left_out
     return found
 
 

@@ -1,9 +1,10 @@
-"""Where the tasks of a study are computed: in this process one after the other, or by the workers of a Ray cluster.
+"""Where the tasks of a study are computed: in this process, or by the workers of a Ray cluster.
 
 A task is what can be computed by itself. An engine is given tasks and hands back what they found, in any order; the
 caller records it. States go to the caller's store on the way, so that a task cut off goes on from its last one.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,11 @@ from bmrs.study.jobs import device_named
 from bmrs.study.memory import keep_freed
 from bmrs.study.provenance import provenance
 from bmrs.study.store import Store, attempt
+from bmrs.study.threads import MOST, side_by_side
 
 ENGINES = ("local", "ray")
+SIDE_BY_SIDE = 6  # tasks on a GPU: as many as the paper has settings
+_SWITCH = 5e-5  # seconds a thread may go on while another waits
 
 
 @dataclass(frozen=True)
@@ -100,16 +104,27 @@ class Engine(Protocol):
 
 
 class Local:
-    """This process, one task after the other. What goes wrong in a task is raised as it is."""
+    """This process: one task after the other or, on a GPU, several at once. What goes wrong in a task is raised.
+
+    ``workers``: how many at once; None: as many as pay.
+    """
 
     name = "local"
-    slots = 1
+
+    def __init__(self, workers: int | None = 1) -> None:
+        self.workers = workers
+        self._device = "cpu"
 
     def about(self) -> str:
-        return "this process, one task after the other"
+        return f"this process, {'one task after the other' if self.slots == 1 else f'{self.slots} tasks at once'}"
+
+    @property
+    def slots(self) -> int:
+        return self.workers or (SIDE_BY_SIDE if torch.device(self._device).type == "cuda" else 1)
 
     def device(self, name: str) -> str:
-        return device_named(name)
+        self._device = device_named(name)
+        return self._device
 
     def machines(self) -> set[str]:
         return {provenance()["machine"]}
@@ -117,18 +132,34 @@ class Local:
     def run(
         self, tasks: Iterable[Task | None], store: Store, screen: Told, *, one_at_a_time: bool = False
     ) -> Iterator[tuple[Task, dict[str, Any]]]:
-        for task in tasks:
-            if task is None:
-                return  # nothing is under way that could bring another result
-            screen.begin(task.setting, task.networks, task.name)
-            yield (
-                task,
-                task.attempt(
-                    store.load_checkpoint(task.name),
-                    partial(store.save_checkpoint, task.name),
-                    partial(screen.progress, task.setting, task=task.name),
-                ),
-            )
+        def found(task: Task, go_on: Callable[[], None] = lambda: None) -> dict[str, Any]:
+            def progress(done: int, total: int) -> None:
+                go_on()
+                screen.progress(task.setting, done, total, task=task.name)
+
+            return task.attempt(
+                store.load_checkpoint(task.name), partial(store.save_checkpoint, task.name), progress
+            )  # fmt: skip
+
+        def begun() -> Iterator[Task | None]:
+            for task in tasks:
+                if task is not None:
+                    screen.begin(task.setting, task.networks, task.name)
+                yield task
+
+        if self.slots == 1 or one_at_a_time:
+            for task in begun():
+                if task is None:
+                    return  # nothing is under way that could bring another result
+                yield task, found(task)
+            return
+        # Threads wait for each other when they hand their GPU's next step over: let none keep the others waiting long.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH)
+        try:
+            yield from side_by_side(begun(), self.slots, lambda task: task.device, found)
+        finally:
+            sys.setswitchinterval(before)
 
     def __enter__(self) -> Self:
         return self
@@ -144,10 +175,11 @@ def chosen(name: str, address: str | None = None, workers: int | None = None) ->
     if name not in ENGINES:
         raise ValueError(f"--engine: unknown engine '{name}': choose from {', '.join(ENGINES)}.")
     if name == "local":
-        for option, value in (("--address", address), ("--workers", workers)):
-            if value is not None:
-                raise ValueError(f"{option} says something about a Ray cluster: add --engine ray.")
-        return Local()
+        if address is not None:
+            raise ValueError("--address says something about a Ray cluster: add --engine ray.")
+        if workers is not None and workers > MOST:
+            raise ValueError(f"--workers: this process computes {MOST} tasks at once at most, got {workers}.")
+        return Local(workers)
     from bmrs.study.engine_ray import Ray
 
     return Ray(address, workers)

@@ -6,7 +6,6 @@ go, the stack closes ranks: it keeps room for as many as the member that has mos
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from bmrs.draws import kl_gradient
 from bmrs.structure import Structure
+from bmrs.study.recording import Recording, fast_products, launching
 from bmrs.study.stack import Stack
 from bmrs.study.stacked_gates import START, Gates, columns_each
 
@@ -22,18 +22,6 @@ _ROWS = 1 << 15  # of all members together, tested at a time
 _GAIN = 0.85  # closing ranks must leave at most this share of the weights to be worth it
 _PHI = ("mu", "log_sigma")
 _PER_ROOM = {"mu": 0.0, "log_sigma": START, "alive": False, "units": -1, "prices": 0.0}  # and what an empty one has
-
-
-@contextmanager
-def _fast_products(on: bool) -> Iterator[None]:
-    """Matrix products in TF32, several times faster on a GPU and far more precise than the noise of the gates."""
-    before = torch.get_float32_matmul_precision()
-    if on:
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class Ensemble:
@@ -73,7 +61,7 @@ class Ensemble:
         self.at = torch.zeros((), dtype=torch.long, device=x.device)  # batches of this epoch
         self.steps = torch.zeros((), dtype=torch.long, device=x.device)  # and of all
         self._order: Tensor | None = None
-        self._graph: Any = None
+        self._recording = Recording()
         self.optimizer: Any = None  # torch.optim.Adam
         self._replace(lambda name, tensor: tensor, {})
 
@@ -90,40 +78,21 @@ class Ensemble:
 
     def train_epoch(self, order: Tensor) -> None:
         """``order``: [members, examples], which images each member sees, one batch after the other."""
-        with _fast_products(self.x.is_cuda):
-            self._epoch(order.to(self.x.device))
-
-    def _epoch(self, order: Tensor) -> None:
+        order = order.to(self.x.device)
         self.stack.train()
         if self._order is None or self._order.shape != order.shape:
-            self._order, self._graph = order.clone(), None
+            self._order = order.clone()
+            self._recording.forget()
         else:
             self._order.copy_(order)
         self.at.zero_()
         steps = order.shape[1] // self.batch
-        if not self.x.is_cuda:
-            for _ in range(steps):
-                self._step()
-            return
-        done = 0
-        if self._graph is None:
-            done = self._capture(min(3, steps))
-        for _ in range(done, steps):
-            self._graph.replay()
-
-    def _capture(self, first: int) -> int:
-        """Record a step. The first ones are taken as they are, which sets up all that is set up once."""
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(first):
-                self._step()
-        torch.cuda.current_stream().wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
-        self.optimizer.zero_grad()
-        with torch.cuda.graph(self._graph, stream=aside):  # autograd remembers the stream of the first steps
-            self._step()
-        return first
+        with fast_products(self.x.is_cuda):
+            if self.x.is_cuda:
+                self._recording.run(self._step, steps, self.x.device)
+            else:
+                for _ in range(steps):
+                    self._step()
 
     def _step(self) -> None:
         self.optimizer.zero_grad()
@@ -151,14 +120,15 @@ class Ensemble:
     def differentiate(self, rows: Tensor) -> None:
         """Leave the gradients of the mean loss over each member's images, [members, examples], with gates at E[θ]."""
         self.stack.eval()
-        self.optimizer.zero_grad()
-        self._graph = None  # its gradients lie elsewhere
-        self.gates.use(self.gates.means().detach()[:, None])
+        self._recording.forget()  # its gradients lie elsewhere
         rows = rows.to(self.x.device)
-        for part in rows.split(max(1, _ROWS // self.members), dim=1):
-            own = part.flatten()
-            loss = F.cross_entropy(self.stack(self.x[own]), self.y[own], reduction="sum") / rows.shape[1]
-            loss.backward()
+        with launching, fast_products(self.x.is_cuda):
+            self.optimizer.zero_grad()
+            self.gates.use(self.gates.means().detach()[:, None])
+            for part in rows.split(max(1, _ROWS // self.members), dim=1):
+                own = part.flatten()
+                loss = F.cross_entropy(self.stack(self.x[own]), self.y[own], reduction="sum") / rows.shape[1]
+                loss.backward()
 
     # --- testing ------------------------------------------------------------------------------------------------------
 
@@ -166,11 +136,11 @@ class Ensemble:
     def accuracy(self, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
         """The share each member gets right. ``rows``: [members, images], those it is tested on; all if not given."""
         self.stack.eval()
-        self.gates.use(self.gates.means()[:, None])
         number = len(y) if rows is None else rows.shape[1]
         rows = None if rows is None else rows.to(x.device)
         right = torch.zeros(self.members, device=x.device)
-        with _fast_products(x.is_cuda):
+        with launching, fast_products(x.is_cuda):
+            self.gates.use(self.gates.means()[:, None])
             for part in torch.arange(number, device=x.device).split(max(1, _ROWS // self.members)):
                 own = (part.expand(self.members, -1) if rows is None else rows[:, part]).flatten()
                 right += (self.stack(x[own]).argmax(1) == y[own]).view(self.members, -1).sum(1)
@@ -252,7 +222,7 @@ class Ensemble:
             if state.get(name):
                 self.optimizer.state[parameter] = state[name]
         self.gates._theta.clear()  # the last pass held on to tensors of before
-        self._graph = None
+        self._recording.forget()
 
     # --- states -------------------------------------------------------------------------------------------------------
 

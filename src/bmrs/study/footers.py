@@ -62,6 +62,8 @@ def _wall_time(content: Content) -> str:
     trained = f" for {networks} networks" if networks else ""
     reused = (content.get("provenance") or {}).get("reused")
     others = f" Other networks were trained for {' and '.join(reused)}, with the same seeds." if reused else ""
+    if (content.get("provenance") or {}).get("at_once"):
+        each += "; settings that ran side by side are each given an equal share"
     return f"Wall time: {duration(sum(entry['seconds'] for _, entry in known))} in all{trained} ({each}).{others}"
 
 

@@ -23,7 +23,7 @@ from bmrs.structure import Structure
 from bmrs.study import data
 from bmrs.study.counting import Counting
 from bmrs.study.ensemble import Ensemble
-from bmrs.study.settings import Setting, criterion
+from bmrs.study.settings import Setting, building, criterion
 
 Save = Callable[[dict[str, Any]], None]
 Tell = Callable[[int, int], None]
@@ -50,7 +50,8 @@ class Stage:
     def __init__(
         self, setting: Setting, device: str, data_dir: Path | None, dtype: torch.dtype = torch.float32
     ) -> None:
-        images = data.images(setting.data, data_dir).to(device)
+        with building:  # the first to need images downloads them
+            images = data.images(setting.data, data_dir).to(device)
         self.setting, self.device = setting, torch.device(device)
         self.x, self.test_x = (images.prepare(part.x).to(dtype) for part in (images.train, images.test))
         self.y, self.test_y = images.train.y, images.test.y
@@ -61,9 +62,10 @@ class Stage:
     def _look(self) -> None:
         """At the network: what can be removed from it, and what that counts."""
         example = self.test_x[:2].cpu()
-        network: nn.Module = self.setting.build(self.shape, self.classes, 0).to(example.dtype)
-        self.structures = list(bmrs.structures(network, example).verify())
-        self.counting = Counting(network, self.structures, example)
+        with building:
+            network: nn.Module = self.setting.build(self.shape, self.classes, 0).to(example.dtype)
+            self.structures = list(bmrs.structures(network, example).verify())
+            self.counting = Counting(network, self.structures, example)
 
     def of(self, setting: Setting) -> "Stage":
         """The same images for another network."""
@@ -332,8 +334,11 @@ def objective(setting: Setting, *, device: str, data_dir: Path | None) -> Callab
 
     def trained(parameters: dict[str, Any]) -> float:
         nonlocal stage
-        if stage is None:  # when it is first needed: it loads the images
-            stage = Stage(setting, device, data_dir)
+        with building:
+            if stage is None:  # when it is first needed: it loads the images
+                stage = Stage(setting, device, data_dir)
+                if stage.device.type == "cuda":
+                    torch.cuda.current_stream(stage.device).synchronize()  # threads on other streams use it too
         shape = {"widths": (parameters["width"],) * (parameters["layers"] + 1)} if "layers" in parameters else {}
         own = replace(setting, batch=parameters["batch"], learning_rate=parameters["learning_rate"], **shape)
         seeds = [0]

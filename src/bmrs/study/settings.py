@@ -1,5 +1,6 @@
 """The study's settings: which network learns which data, and how; and the methods and prices compared."""
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import bmrs
 from bmrs.study import networks
 from bmrs.study.counting import Counting
 
+building = threading.RLock()  # networks are made with random numbers that are one sequence for the whole process
 METHODS = ("none", "l2", "mean", "snr", "bmrs_n", "bmrs_u8", "bmrs_u4")
 RANKINGS = ("l2", "mean", "snr", "bmrs_n", "bmrs_u8", "bmrs_u4")
 PRICES = (("layer", 1.0), ("uniform", 1.0), ("params", 0.5), ("elbo", 1.0))
@@ -30,7 +32,7 @@ class Setting:
 
     def build(self, input_shape: tuple[int, ...], classes: int, seed: int) -> nn.Sequential:
         """The network with the weights of this seed."""
-        with torch.random.fork_rng(devices=[]):
+        with building, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.network == "mlp":
                 return networks.mlp(input_shape[0] * input_shape[1] * input_shape[2], classes, self.widths)

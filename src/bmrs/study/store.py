@@ -22,6 +22,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,6 +30,7 @@ from typing import Any, Self
 import torch
 from filelock import FileLock, Timeout
 
+from bmrs.study import shares
 from bmrs.study.energy import measured, total
 
 SAVING = 0.03  # at most this share of the time goes into checkpoints: those of large ensembles take seconds
@@ -188,17 +190,18 @@ def attempt(
 
     ``work`` hands its state to ``keep`` as often as it likes and is given the last one as ``resume``, on the processor;
     now and then, or ``at_once``, ``save`` gets it, with what is needed to go on. A state left by another ``recipe`` is
-    not used. To what ``work`` returns come "recipe", and "seconds" and "energy", in which all attempts add up.
+    not used. To what ``work`` returns come "recipe", and "seconds" and "energy", in which all attempts add up, and
+    which tasks that run side by side divide among them (:mod:`bmrs.study.shares`).
     ``alone``: as in :func:`bmrs.study.energy.measured`.
     """
     plain = finite(recipe)
     saved = saved if saved and saved.get("recipe") == plain else {}
-    start, before = time.perf_counter(), float(saved.get("seconds", 0.0))
-    written, cost = start, 0.0
-    with measured(device, alone=alone) as energy:
+    before, own = float(saved.get("seconds", 0.0)), shares.seconds()
+    written, cost = time.perf_counter(), 0.0
+    with closing(own), measured(device, alone=alone) as energy:
 
         def spent() -> dict[str, Any]:
-            seconds = before + time.perf_counter() - start
+            seconds = before + own.used()
             return {"recipe": plain, "seconds": seconds, "energy": total([saved.get("energy"), energy.result()])}
 
         def keep(state: Mapping[str, Any], *, at_once: bool = False) -> None:
