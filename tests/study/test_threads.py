@@ -25,10 +25,6 @@ SETTINGS = [
     dataclasses.replace(SMALL, key="wide", widths=(30,)),
     dataclasses.replace(SMALL, key="late", batch=64),
 ]
-    SMALL,
-    dataclasses.replace(SMALL, key="wide", widths=(30,)),
-    dataclasses.replace(SMALL, key="late", batch=64),
-]
 
 
 class Screen:
