@@ -934,6 +934,19 @@ class TestActivationCheckpointing:
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(12, 16), nn.Linear(20, 4)
+        self.attention, self.hidden = nn.MultiheadAttention(16, 4, batch_first=True), nn.Linear(16, 20)
+        self.double()
+
+    def forward(self, x):
+        h = self.inner(x)
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        return self.out(torch.relu(self.hidden(h))).mean(1)
+
+
 class TestCompiled:
     # torch looks at every tensor's .grad when it compiles, and hides the warning in a way that makes it an error here.
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -967,6 +980,32 @@ class TestCompiled:
         gated = model(ROWS)
         assert pruner.finish() is model
         torch.testing.assert_close(compiled(ROWS), gated, rtol=0, atol=1e-6)
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+    @pytest.mark.parametrize("noise", ["example", "batch"])
+    def test_passes_that_are_compiled_and_not_take_turns(self, noise):
+        """Gates in place of weights, as attention has them, leave nothing behind."""
+        weights, x, y = cloned(Attends().state_dict()), torch.randn(8, 5, 12).double(), torch.randint(4, (8,))
+        ends = []
+        for turns in (("model",), ("compiled",), ("compiled", "model")):
+            torch.compiler.reset()
+            model = Attends()
+            model.load_state_dict(weights)
+            optimizer = optim.SGD(model.parameters(), 0.1)
+            pruner = bmrs.Pruner(model, x, optimizer, noise=noise, seed=1, log_sigma=-1.0)
+            called = {"model": model, "compiled": torch.compile(model, backend="aot_eager")}
+            for number in range(6):
+                optimizer.zero_grad()
+                F.cross_entropy(called[turns[number % len(turns)]](x), y).backward()
+                optimizer.step()
+            model.eval()
+            outputs = [one(x).detach() for one in called.values()]
+            torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
+            pruner.finish()
+            assert not [name for module in model.modules() for name in module._parameters if name in module.__dict__]
+            ends.append([*outputs, model(x).detach()])
+        for end in ends[1:]:
+            torch.testing.assert_close(end, ends[0], rtol=0, atol=1e-9)
 
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
     @pytest.mark.parametrize("how", ["wrapped", "in place", "in place, before the gates"])

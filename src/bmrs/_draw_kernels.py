@@ -19,7 +19,7 @@ def draw(
     low: float = LOG_A, high: float = LOG_B,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     members, number = mu.shape
-    out = [torch.empty(members, examples, number, device=mu.device) for _ in range(3)]
+    out = [mu.new_empty(members, examples, number) for _ in range(3)]
     block_u, block_e = min(128, triton.next_power_of_2(number)), 4
     grid = (triton.cdiv(examples, block_e), triton.cdiv(number, block_u), members)
     _draw[grid](
@@ -32,7 +32,7 @@ def draw(
 def sums(grad: Tensor, by_mu: Tensor, by_log_sigma: Tensor) -> tuple[Tensor, Tensor]:
     """Σ over examples of grad·∂θ/∂μ and grad·∂θ/∂log σ."""
     members, examples, number = grad.shape
-    to_mu, to_log_sigma = (torch.empty(members, number, device=grad.device) for _ in range(2))
+    to_mu, to_log_sigma = (grad.new_empty(members, number) for _ in range(2))
     block = min(64, triton.next_power_of_2(number))
     _sums[(triton.cdiv(number, block), members)](
         grad, by_mu, by_log_sigma, to_mu, to_log_sigma, examples, number, EXAMPLES=32, UNITS=block, num_warps=4

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from bmrs.scaling import scale
 from bmrs.structure.capture import canonical_names, named_tensors
@@ -17,6 +18,9 @@ from bmrs.structure.multihead import MultiheadForward
 
 if TYPE_CHECKING:
     from bmrs.noise import NoiseBank
+
+
+_FORGETS = TorchVersion(torch.__version__) >= (2, 13)  # torch.compile can take something out of a __dict__
 
 
 class ConsumerGate:
@@ -58,9 +62,17 @@ class ConsumerGate:
         """The module sees this in place of its parameter: its __dict__ is looked at before its parameters."""
         self.module.__dict__[self.name] = product
 
+    @property
+    def replaced(self) -> bool:
+        return self.name in self.module.__dict__ and self.module.__dict__[self.name] is not self.weight
+
     def leave(self) -> None:
         """And now its parameter again."""
-        self.module.__dict__.pop(self.name, None)
+        if torch.compiler.is_compiling() and not _FORGETS:
+            if self.replaced:
+                self.module.__dict__[self.name] = self.weight  # until there is a pass that is not compiled
+        elif self.name in self.module.__dict__:
+            del self.module.__dict__[self.name]
 
     @torch.no_grad()
     def fold(self, theta: Tensor) -> None:
@@ -165,7 +177,7 @@ class WeightGate(ConsumerGate):
 
     def enter(self, part: bool = False) -> bool:
         """Whether it was not there already. ``part``: when a part of the network is called, not the whole."""
-        if self.follows or self.name in self.module.__dict__:
+        if self.follows or self.replaced:
             return False
         theta = self.bank.current()
         # The very same tensor again: checkpointing counts what is computed inside the part.

@@ -181,6 +181,8 @@ class NoiseBank(nn.Module):
         """Take all gates off; the network computes without θ from now on."""
         for hook in (*self._hooks, *self._gate_hooks):
             hook.remove()
+        for gate in (*self._consumers, *self._weights):
+            gate.leave()
         self._hooks, self._gate_hooks, self._consumers, self._weights = [], [], [], []
         self.paused = True  # whoever still holds it as a follower
         if self._root is not None:

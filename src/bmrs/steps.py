@@ -67,6 +67,10 @@ class GateSteps:
         """Put φ into the optimizer; returns the number of its group."""
         groups = self.optimizer.param_groups
         weights = groups[self._weights]
+        if isinstance(self.optimizer, torch.optim.Adagrad):
+            # Before torch 2.13 it makes all state when it is made itself, and none for parameters that come later.
+            same = {key: weights[key] for key in ("initial_accumulator_value", "foreach", "fused")}
+            self.optimizer.state.update(torch.optim.Adagrad(self.phi, **same).state)
         if "initial_lr" in weights:  # a scheduler has counted the groups
             weights["params"].extend(self.phi)
             if "param_names" in weights:

@@ -133,7 +133,7 @@ def test_a_recorded_step_is_a_step(noise, warmup):
     ends = []
     try:
         for recorded in (False, True):
-            model, optimizer, pruner = made(noise, fused=True)
+            model, optimizer, pruner = made(noise, fused=True, capturable=True)
             pruner.warmup = warmup
             x, y = batch(0)
             if recorded:

@@ -71,7 +71,8 @@ def test_draws_are_the_exact_ones_up_to_rounding():
     for one, each in zip(got, (by_mu, by_log_sigma), strict=True):
         sums, scale = (slope.double() * each).sum(1), (slope.double() * each).abs().sum(1)
         assert torch.isfinite(one).all()
-        assert float(((one - sums).abs() / (scale + 1e-6)).max()) < 0.02
+        # By a very wide σ the derivative all but vanishes, as a difference of numbers that do not.
+        assert float(((one - sums).abs() / (scale + 1e-4 * slope.abs().sum(1))).max()) < 0.01
         assert float(((one - sums).abs() / (scale + 1e-6)).median()) < 1e-4
 
 

@@ -138,7 +138,7 @@ class Ensemble:
         self.stack.eval()
         number = len(y) if rows is None else rows.shape[1]
         rows = None if rows is None else rows.to(x.device)
-        right = torch.zeros(self.members, device=x.device)
+        right = torch.zeros(self.members, dtype=torch.float32, device=x.device)
         with launching, fast_products(x.is_cuda):
             self.gates.use(self.gates.means()[:, None])
             for part in torch.arange(number, device=x.device).split(max(1, _ROWS // self.members)):

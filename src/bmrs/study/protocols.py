@@ -94,7 +94,8 @@ class Stage:
 
     def prices(self, price: str, strength: float) -> Tensor:
         examples = len(self.split(0)[0])
-        return of_structures(price, self.structures, strength, examples)
+        with building:
+            return of_structures(price, self.structures, strength, examples)
 
     def ensemble(self, members: Sequence[Member], *, noisy: bool) -> Ensemble:
         built = {seed: self.setting.build(self.shape, self.classes, seed) for seed in {m.seed for m in members}}
@@ -191,8 +192,8 @@ class _Phase:
         self.stage, self.members = stage, list(members)
         self.alive = torch.ones(len(members), stage.counting.units, dtype=torch.bool)
         self.history: list[dict[str, Any]] = []  # what was left after each epoch
-        self.best = torch.full((len(members),), -1.0)
-        self.test = torch.zeros(len(members))
+        self.best = torch.full((len(members),), -1.0, dtype=torch.float32)
+        self.test = torch.zeros(len(members), dtype=torch.float32)
         if members:
             self.ensemble = stage.ensemble(members, noisy=self.noisy)
 

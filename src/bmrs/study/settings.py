@@ -11,7 +11,9 @@ import bmrs
 from bmrs.study import networks
 from bmrs.study.counting import Counting
 
-building = threading.RLock()  # networks are made with random numbers that are one sequence for the whole process
+# Held by whoever makes or checks a network: random numbers are one sequence for the whole process, and so is the
+# precision that tensors have unless told, which a check changes.
+building = threading.RLock()
 METHODS = ("none", "l2", "mean", "snr", "bmrs_n", "bmrs_u8", "bmrs_u4")
 RANKINGS = ("l2", "mean", "snr", "bmrs_n", "bmrs_u8", "bmrs_u4")
 PRICES = (("layer", 1.0), ("uniform", 1.0), ("params", 0.5), ("elbo", 1.0))

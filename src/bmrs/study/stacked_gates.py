@@ -33,12 +33,14 @@ class Gates(nn.Module):
         self.rooms = {structure.name: structure.units for structure in structures}
         self.number = sum(self.rooms.values())  # of units in the whole network
         shape = (stack.members, self.number)
-        self.mu, self.log_sigma = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.full(shape, START))
+        # Not the default's precision, which the check of a network in another thread may change for a while.
+        starts = (torch.full(shape, value, dtype=torch.float32) for value in (0.0, START))
+        self.mu, self.log_sigma = (nn.Parameter(start) for start in starts)
         self.noisy = prices is not None
         self.requires_grad_(self.noisy)
         self.register_buffer("alive", torch.ones(shape, dtype=torch.bool))
         self.register_buffer("units", torch.arange(self.number).expand(shape).clone())
-        self.register_buffer("prices", torch.zeros(shape) if prices is None else prices.to(torch.float32).clone())
+        self.register_buffer("prices", (torch.zeros(shape) if prices is None else prices).to(torch.float32, copy=True))
         self.register_buffer("seeds", torch.tensor(list(seeds)))
         self._theta: dict[str, Tensor] = {}  # of the pass that runs: [members, examples or 1, rooms] of each layer
         for structure in structures:
