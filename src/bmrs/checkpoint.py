@@ -21,7 +21,7 @@ from bmrs import _checks
 from bmrs.noise import NoiseBank
 from bmrs.structure.capture import canonical_names, named_tensors
 from bmrs.structure.record import GATES, Removed, check_record, removed
-from bmrs.structure.remove import apply
+from bmrs.structure.removal import apply
 from bmrs.structure.standin import as_built
 
 _KEY = "bmrs"

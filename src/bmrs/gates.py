@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bmrs.noise import NoiseBank
 
 
-_FORGETS = TorchVersion(torch.__version__) >= (2, 13)  # torch.compile can take something out of a __dict__
+_FORGETS = TorchVersion(torch.__version__) >= "2.13"  # torch.compile can take something out of a __dict__
 
 
 class ConsumerGate:

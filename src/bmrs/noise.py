@@ -20,7 +20,7 @@ from bmrs.gates import Again, ConsumerGate, Gate, InputGate, OutputGate, WeightG
 from bmrs.posterior import LOG_A, LOG_B, TruncatedLogNormal
 from bmrs.structure.listing import Structure, Structures
 from bmrs.structure.record import GATES, Removed, check_record, removed
-from bmrs.structure.remove import become, resize
+from bmrs.structure.removal import become, resize
 
 Noise = Literal["example", "batch"]
 _PER_UNIT = ("mu", "log_sigma", "alive")

@@ -26,7 +26,7 @@ from bmrs.structure import Structure, Structures, remove
 from bmrs.structure.branches import INDICES
 from bmrs.structure.capture import ExampleInputs, named_tensors
 from bmrs.structure.record import GATES, removed
-from bmrs.structure.remove import become
+from bmrs.structure.removal import become
 
 log = logging.getLogger("bmrs")
 

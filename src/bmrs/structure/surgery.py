@@ -10,7 +10,7 @@ from torch import nn
 from bmrs import _checks
 from bmrs.structure.listing import Structure, Structures
 from bmrs.structure.plan import record
-from bmrs.structure.remove import apply
+from bmrs.structure.removal import apply
 from bmrs.structure.verify import CLEARLY_EXACT, CannotRunError, Trial
 
 

@@ -17,7 +17,7 @@ from bmrs.structure.capture import first_line, named_tensors
 from bmrs.structure.listing import Structure, Structures
 from bmrs.structure.mend import is_builtin
 from bmrs.structure.plan import Mend, new_value, record
-from bmrs.structure.remove import apply, drop_caches
+from bmrs.structure.removal import apply, drop_caches
 from bmrs.structure.sandbox import difference, outputs, paused, randomise, sandbox, trial_inputs
 from bmrs.structure.standin import module_at
 

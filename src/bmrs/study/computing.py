@@ -73,15 +73,19 @@ def compute(plan: Plan, screen: Screen, engine: Engine, note: Callable[[str], No
 
 def _content(plan: Plan, parts: Mapping[str, dict[str, Any]], engine: Engine) -> dict[str, Any]:
     runs = plan.job.kind if plan.job.kind in _LISTS else "runs"
-    elsewhere: dict[str, Any] = {} if engine.name == "local" else {
-        "engine": engine.name, "machine": _joined(part["made"]["machine"] for part in parts.values()),
-    }  # fmt: skip
-    if engine.name == "local" and engine.slots > 1 and plan.job.protocol != "timing":
-        elsewhere = {"at_once": engine.slots}
+    places = [part["made"] for part in parts.values()]
+    # Where the numbers come from, which need not be where they are put together.
+    where = {"device": _joined(place.get("device", plan.device) for place in places),
+             "machine": _joined(place["machine"] for place in places)}  # fmt: skip
+    how: dict[str, Any] = {}
+    if engine.name != "local":
+        how = {"engine": engine.name}
+    elif engine.slots > 1 and plan.job.protocol != "timing":
+        how = {"at_once": engine.slots}
     split = {"seeds_per_task": plan.seeds_per_task} if len(plan.blocks) > 1 else {}
     made = provenance(
-        seeds=len(plan.seeds), methods=plan.methods, device=plan.device, parts={k: p["made"] for k, p in parts.items()},
-        reused=sorted({source for part in parts.values() for source in part.get("reused", ())}), **split, **elsewhere,
+        seeds=len(plan.seeds), methods=plan.methods, **where, parts={k: p["made"] for k, p in parts.items()},
+        reused=sorted({source for part in parts.values() for source in part.get("reused", ())}), **split, **how,
     )  # fmt: skip
     return {
         "name": plan.job.name,
@@ -182,7 +186,7 @@ def perform(
         found = _module("post_training").post_training(setting, progress=progress, **states, **options)
     else:
         found = _module("protocols").continuous(setting, progress=progress, **states, **options)
-    return {**found, "made": _made()}
+    return {**found, "made": {**_made(), "device": options["device"]}}
 
 
 def _made() -> dict[str, str]:
@@ -191,7 +195,9 @@ def _made() -> dict[str, str]:
 
 
 def _together(made: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    return {"date": max(one["date"] for one in made), **{n: _joined(one[n] for one in made) for n in _MADE[1:]}}
+    devices = {"device": _joined(one["device"] for one in made)} if all("device" in one for one in made) else {}
+    rest = {name: _joined(one[name] for one in made) for name in _MADE[1:]}
+    return {"date": max(one["date"] for one in made), **rest, **devices}
 
 
 def _joined(names: Any) -> str:
