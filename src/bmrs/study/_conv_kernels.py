@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 # How much a program takes at a time where there are few filters and where there are many: patches, outputs, numbers of
-# a patch; and its warps and stages.
+# a patch; and its warps and stages. Filters have two warps: with four the compiler takes Hopper's instructions, which
+# want what is summed over side by side in memory, and turns every tile around before it.
 _TILES = {
     "forward": ((128, 64, 32, 4, 3), (64, 128, 32, 4, 3)),
-    "by_filters": ((32, 64, 64, 4, 1), (64, 128, 64, 4, 1)),
+    "by_filters": ((32, 64, 64, 2, 3), (32, 128, 64, 2, 3)),
     "by_input": ((128, 64, 32, 4, 3), (64, 128, 32, 4, 3)),
 }
 _SHARES = 1024  # programs that keep a GPU busy

@@ -20,6 +20,8 @@ from bmrs.study.footers import duration
 from bmrs.study.jobs import JOBS, SHARED, Job
 from bmrs.study.store import StoreWarning, finite, write_json, write_text
 
+_DIGITS = 7  # of numbers in results: what was computed in float32 has no more
+
 
 def write(
     job: Job,
@@ -36,7 +38,7 @@ def write(
     """
     stem = out / job.name
     files = [stem.with_suffix(".json")]
-    write_json(files[0], content)
+    write_json(files[0], content, _DIGITS)
     if job.table:
         tables = getattr(module(f"{shown_by}.tables"), job.table)(content)
         for suffix, text in ((".md", tables.markdown), (".tex", tables.latex)):

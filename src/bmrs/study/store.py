@@ -36,6 +36,9 @@ from bmrs.study.energy import measured, total
 SAVING = 0.03  # at most this share of the time goes into checkpoints: those of large ensembles take seconds
 _KEY, _LOCK, _WORKER = "key.json", "lock", "worker.json"
 _SUFFIXES = {"done": ".part.json", "begun": ".checkpoint.pt"}
+_INNERMOST = re.compile(r"[\[{]\n[^\[\]{}]*[\]}]")  # lists and objects of plain values, over several lines
+_NUMBERS = re.compile(r"\[[\dnul\s.,eE+-]*\]")  # a list of nothing else
+_LINE = 120
 _KEPT = tuple(f"*{suffix}" for suffix in _SUFFIXES.values())
 
 
@@ -242,9 +245,20 @@ def write_text(path: Path, text: str) -> None:
     _replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON that every reader takes: what is not finite becomes null."""
-    write_text(path, json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+def write_json(path: Path, content: Mapping[str, Any], digits: int | None = None) -> None:
+    """Write JSON that every reader takes, and people too: what is not finite becomes null, what is short one line.
+
+    ``digits``: that numbers are rounded to, unless all are to be kept.
+    """
+
+    def on_a_line(found: re.Match[str]) -> str:
+        line = re.sub(r"\n\s*", " ", found[0])
+        return (
+            f"{line[0]}{line[1:-1].strip()}{line[-1]}" if len(line) <= _LINE or _NUMBERS.fullmatch(line) else found[0]
+        )
+
+    text = json.dumps(_rounded(finite(content), digits), indent=1, ensure_ascii=False, allow_nan=False)
+    write_text(path, _INNERMOST.sub(on_a_line, text) + "\n")
 
 
 def finite(value: Any) -> Any:
@@ -258,6 +272,16 @@ def finite(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return finite(value.tolist())
     return value
+
+
+def _rounded(value: Any, digits: int | None) -> Any:
+    if digits is None:
+        return value
+    if isinstance(value, dict):
+        return {name: _rounded(item, digits) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
