@@ -51,7 +51,7 @@ class Job:
         self.y = torch.randint(10, (row.batch,), device=device)
         self.pruner: bmrs.Pruner | None = None
         self.seconds: dict[str, float] = {}
-        options = {"fused": True} if row.mode == "graph" else {}
+        options = {"fused": True, "capturable": True} if row.mode == "graph" else {}
         trained = self.network.groups() if isinstance(self.network, ByHand) else self.network.parameters()
         self.optimizer = torch.optim.Adam(trained, lr=1e-5, **options)
         if noise in ("example", "batch"):

@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 import torch
 
-from bmrs.study import recording
+from bmrs.study import computing, recording
 from bmrs.study.engine import Local, Task
+from bmrs.study.jobs import JOBS, settle
 from bmrs.study.protocols import continuous
 from bmrs.study.settings import Setting
 from bmrs.study.shares import Share
@@ -158,3 +159,29 @@ def test_fast_products_as_long_as_any_thread_needs_them():
     assert torch.get_float32_matmul_precision() == before
     with recording.fast_products(False):
         assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_result_that_cannot_be_kept_ends_what_is_under_way(tmp_path, monkeypatch):
+    """While the error is told, nothing goes on behind it."""
+    options = {"settings": "mlp-digits", "seeds": 4, "seeds_per_task": 2, "device": "cpu"}
+    plan = settle(JOBS["table1"], out=tmp_path, **options)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    tasks = iter(({}, {"setting": {"seconds": 0.0, "networks": 1}}))
+
+    def quick_and_slow(*_, checkpoint, resume, progress):
+        if next(tasks):
+            return {"setting": {}, "runs": [], "made": {}}
+        for step in range(1000):
+            time.sleep(0.01)
+            progress(step, 1000)
+        return {}
+
+    monkeypatch.setattr(computing, "perform", quick_and_slow)
+    monkeypatch.setattr(Store, "finish", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        computing.compute(plan, Screen(), Local(2), lambda _: None)
+    assert not [thread for thread in threading.enumerate() if thread.name == "bmrs-task"]
+    assert caught.value.errno == 28

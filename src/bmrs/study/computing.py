@@ -5,6 +5,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from bmrs.study.energy import measured, total
@@ -60,14 +61,15 @@ def compute(plan: Plan, screen: Screen, engine: Engine, note: Callable[[str], No
             if not own.missing():
                 finish(own)
         tasks = [task for own in begun.values() for task in own.missing()]
-        for task, content in engine.run(tasks, store, screen, one_at_a_time=plan.job.protocol == "timing"):
-            own = begun[task.setting]
-            own.found[task.name] = content
-            if not own.missing():
-                finish(own)
-            else:  # recorded whatever becomes of the others
-                store.finish(task.name, content)
-                screen.ended_task(task.setting, task.name)
+        with closing(engine.run(tasks, store, screen, one_at_a_time=plan.job.protocol == "timing")) as results:
+            for task, content in results:
+                own = begun[task.setting]
+                own.found[task.name] = content
+                if not own.missing():
+                    finish(own)
+                else:  # recorded whatever becomes of the others
+                    store.finish(task.name, content)
+                    screen.ended_task(task.setting, task.name)
     return _content(plan, {setting.key: parts[setting.key] for setting in plan.settings}, engine)
 
 

@@ -5,7 +5,7 @@ caller records it. States go to the caller's store on the way, so that a task cu
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -91,10 +91,11 @@ class Engine(Protocol):
 
     def run(
         self, tasks: Iterable[Task | None], store: Store, screen: Told, *, one_at_a_time: bool = False
-    ) -> Iterator[tuple[Task, dict[str, Any]]]:
+    ) -> Generator[tuple[Task, dict[str, Any]], None, None]:
         """What each task found, once, as soon as it is there; states are kept in the ``store``.
 
         ``tasks`` is asked for the next one when there is room for it. None: there is none before another result.
+        Closed, it ends what is under way.
         """
 
     def __enter__(self) -> Self: ...
@@ -131,7 +132,7 @@ class Local:
 
     def run(
         self, tasks: Iterable[Task | None], store: Store, screen: Told, *, one_at_a_time: bool = False
-    ) -> Iterator[tuple[Task, dict[str, Any]]]:
+    ) -> Generator[tuple[Task, dict[str, Any]], None, None]:
         def found(task: Task, go_on: Callable[[], None] = lambda: None) -> dict[str, Any]:
             def progress(done: int, total: int) -> None:
                 go_on()

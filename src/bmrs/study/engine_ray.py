@@ -10,7 +10,7 @@ import math
 import os
 import pickle
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -148,7 +148,7 @@ class Ray:
 
     def run(
         self, tasks: Iterable[Task | None], store: Store, screen: Told, *, one_at_a_time: bool = False
-    ) -> Iterator[tuple[Task, dict[str, Any]]]:
+    ) -> Generator[tuple[Task, dict[str, Any]], None, None]:
         """Without ``workers`` Ray is given all tasks at once: clusters that grow by themselves see what is wanted."""
         self.machines()
         limit = 1 if one_at_a_time else self.workers or math.inf

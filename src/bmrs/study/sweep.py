@@ -273,10 +273,11 @@ def _part(
                 under_way[name] = proposal
                 yield Task(name, key, 1, proposal.parameters, device, functools.partial(make, proposal.parameters))
 
-        for task, content in engine.run(tasks(), store, _Trials(screen)):
-            before = (store.done(key) or {}).get("energy")
-            store.finish(key, {"energy": total([before, content["energy"]])})
-            yield under_way.pop(task.name), content
+        with contextlib.closing(engine.run(tasks(), store, _Trials(screen))) as results:
+            for task, content in results:
+                before = (store.done(key) or {}).get("energy")
+                store.finish(key, {"energy": total([before, content["energy"]])})
+                yield under_way.pop(task.name), content
 
     found = search(
         evaluate, space(setting.network), trials, seed, store.folder / f"{key}.trials",

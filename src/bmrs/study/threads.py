@@ -1,7 +1,7 @@
 """Tasks side by side in this process, a thread each: on a GPU that a single task leaves half idle."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ def side_by_side(
     number: int,
     device: Callable[[_T], str],
     work: Callable[[_T, Callable[[], None]], dict[str, Any]],
-) -> Iterator[tuple[_T, dict[str, Any]]]:
+) -> Generator[tuple[_T, dict[str, Any]], None, None]:
     """What each task found, as soon as it is there, with so many of them under way.
 
     ``tasks`` is asked for the next one when there is room; None: there is none before another result. ``work`` is given
