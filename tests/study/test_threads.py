@@ -97,6 +97,36 @@ def test_what_goes_wrong_ends_the_others_and_is_raised(tmp_path):
     assert sys.getswitchinterval() == pytest.approx(interval)
 
 
+def test_a_task_without_memory_beside_others_has_another_chance():
+    lock, now, most, tried = threading.Lock(), 0, 0, []
+
+    def work(number, go_on):
+        nonlocal now, most
+        with lock:
+            now, most = now + 1, max(most, now + 1)
+            beside = now
+        tried.append(number)
+        time.sleep(0.05 * (number + 1))
+        with lock:
+            now -= 1
+        if number == 0 and beside > 1:
+            raise torch.OutOfMemoryError("no room beside others")
+        return {"number": number}
+
+    found = [task for task, _ in side_by_side([2, 1, 0, 3], 3, lambda _: "cpu", work)]
+    assert sorted(found) == [0, 1, 2, 3]
+    assert most == 3
+    assert tried.count(0) > 1
+
+
+def test_a_task_without_memory_for_itself_is_an_error():
+    def work(number, go_on):
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        list(side_by_side([1, 2, 3], 3, lambda _: "cpu", work))
+
+
 def test_whoever_leaves_finds_the_states_later(tmp_path):
     tasks = [task(name, partial(count, str(tmp_path), name, 60, pause=0.01)) for name in ("a", "b")]
     quick = task("quick", lambda **_: time.sleep(0.15) or {})

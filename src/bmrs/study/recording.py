@@ -3,6 +3,7 @@
 Several threads may do so at once, each on a stream of its own: what is small then no longer leaves the GPU idle.
 """
 
+import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ _MARKS = 2  # that may be ahead of the GPU: a full queue of one thread would kee
 
 # Held by whoever records or launches operations one by one: compilers and a recording want no company.
 launching = threading.RLock()
+
 
 _switch = threading.Lock()
 _users, _before = 0, ""
@@ -44,6 +46,13 @@ def fast_products(on: bool) -> Iterator[None]:
             _users -= 1
             if not _users:
                 torch.set_float32_matmul_precision(_before)
+
+
+def free_memory() -> None:
+    """Give back what nobody holds."""
+    with launching:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 class Recording:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from bmrs.study.recording import free_memory
+
 MOST = 32  # torch has so many streams to give out
 _T = TypeVar("_T")
 
@@ -26,9 +28,10 @@ def side_by_side(
 
     ``tasks`` is asked for the next one when there is room; None: there is none before another result. ``work`` is given
     a function to call now and then, which ends the task when whoever wanted the results has left. What goes wrong in
-    a task ends the others and is raised.
+    a task ends the others and is raised; one for which there was no memory beside others has another chance, with
+    fewer of them.
     """
-    coming, more = iter(tasks), True
+    coming, more, again = iter(tasks), True, list[_T]()
     ended: SimpleQueue[tuple[_T, dict[str, Any] | None, BaseException | None]] = SimpleQueue()
     left = threading.Event()
     running: dict[int, threading.Thread] = {}
@@ -58,8 +61,8 @@ def side_by_side(
     used: dict[int, Any] = {}
     try:
         while True:
-            while more and len(running) < number:
-                task = next(coming, ...)
+            while (again or more) and len(running) < number:
+                task = again.pop() if again else next(coming, ...)
                 if task is ... or task is None:
                     more = task is None
                     break
@@ -72,6 +75,11 @@ def side_by_side(
             running.pop(id(task)).join()
             if (stream := used.pop(id(task))) is not None:
                 streams[device(task)].append(stream)
+            if isinstance(wrong, torch.OutOfMemoryError) and running:
+                again.append(task)
+                number, wrong = len(running), None  # with what it held
+                free_memory()
+                continue
             if wrong is not None:
                 raise wrong
             assert found is not None
