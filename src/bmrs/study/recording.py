@@ -7,7 +7,7 @@ import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -100,8 +100,11 @@ class Recording:
         graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may do as they like
         try:
             step()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # that it broke off
+                graph.capture_end()
+            raise
+        graph.capture_end()
         self._graph, self._last = graph, None
 
     def _replay(self, times: int) -> None:
