@@ -55,8 +55,9 @@ def side_by_side(
         place = device(task)
         if torch.device(place).type != "cuda":
             return None
-        free = streams.setdefault(place, [torch.cuda.Stream(place) for _ in range(number)])
-        return free.pop()
+        if place not in streams:
+            streams[place] = [torch.cuda.Stream(place) for _ in range(number)]
+        return streams[place].pop()
 
     used: dict[int, Any] = {}
     try:
