@@ -14,8 +14,8 @@ torch.manual_seed(SEED)  # of what modules draw when they are imported
 # Begun first, so that no process is left alone with one of them in the end.
 LONG = (
     "test_engine_ray", "test_trainer", "test_sharded", "test_lightning", "test_parallel", "test_protocols", "test_docs",
-    "test_browser", "test_exactness", "test_pruner_training", "test_train", "test_examples", "test_ensemble",
-    "test_trained_network", "test_rules",
+    "test_browser", "test_exactness", "test_pruner_training", "test_pruner_wrapped", "test_train", "test_examples",
+    "test_ensemble", "test_trained_network", "test_rules",
 )  # fmt: skip
 
 

@@ -181,7 +181,7 @@ class NoiseBank(nn.Module):
         """Take all gates off; the network computes without θ from now on."""
         for hook in (*self._hooks, *self._gate_hooks):
             hook.remove()
-        for gate in (*self._consumers, *self._weights):
+        for gate in self._consumers:
             gate.leave()
         self._hooks, self._gate_hooks, self._consumers, self._weights = [], [], [], []
         self.paused = True  # whoever still holds it as a follower

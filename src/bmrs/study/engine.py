@@ -142,6 +142,9 @@ class Local:
                 store.load_checkpoint(task.name), partial(store.save_checkpoint, task.name), progress
             )  # fmt: skip
 
+        def put_off(task: Task) -> None:
+            screen.note(task.name, "no memory is left for it beside the others: it goes on when one of them is done.")
+
         def begun() -> Iterator[Task | None]:
             for task in tasks:
                 if task is not None:
@@ -158,7 +161,7 @@ class Local:
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH)
         try:
-            yield from side_by_side(begun(), self.slots, lambda task: task.device, found)
+            yield from side_by_side(begun(), self.slots, lambda task: task.device, found, put_off)
         finally:
             sys.setswitchinterval(before)
 

@@ -18,8 +18,6 @@ _MARKS = 2  # that may be ahead of the GPU: a full queue of one thread would kee
 
 # Held by whoever records or launches operations one by one: compilers and a recording want no company.
 launching = threading.RLock()
-
-
 _switch = threading.Lock()
 _users, _before = 0, ""
 

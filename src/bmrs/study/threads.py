@@ -23,13 +23,14 @@ def side_by_side(
     number: int,
     device: Callable[[_T], str],
     work: Callable[[_T, Callable[[], None]], dict[str, Any]],
+    put_off: Callable[[_T], None] = lambda task: None,
 ) -> Generator[tuple[_T, dict[str, Any]], None, None]:
     """What each task found, as soon as it is there, with so many of them under way.
 
     ``tasks`` is asked for the next one when there is room; None: there is none before another result. ``work`` is given
     a function to call now and then, which ends the task when whoever wanted the results has left. What goes wrong in
-    a task ends the others and is raised; one for which there was no memory beside others has another chance, with
-    fewer of them.
+    a task ends the others and is raised; one for which there was no memory beside others is ``put_off``, which is told,
+    and has another chance with fewer of them.
     """
     coming, more, again = iter(tasks), True, list[_T]()
     ended: SimpleQueue[tuple[_T, dict[str, Any] | None, BaseException | None]] = SimpleQueue()
@@ -80,6 +81,7 @@ def side_by_side(
                 again.append(task)
                 number, wrong = len(running), None  # with what it held
                 free_memory()
+                put_off(task)
                 continue
             if wrong is not None:
                 raise wrong
