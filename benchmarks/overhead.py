@@ -66,11 +66,12 @@ class Job:
             self.called = torch.compile(self.network)
         self.step: Callable[[], None] = self._step
         begun = time.perf_counter()
-        for _ in range(WARM):
-            self._step()
-        self.seconds["first steps"] = time.perf_counter() - begun
         if row.mode == "graph":
             self.step = self._recorded()
+        else:
+            for _ in range(WARM):
+                self._step()
+        self.seconds["first steps"] = time.perf_counter() - begun
         self.memory = self._peak()
 
     @contextlib.contextmanager
@@ -90,10 +91,11 @@ class Job:
         self.optimizer.step()
 
     def _recorded(self) -> Callable[[], None]:
+        """All steps on one stream, those before it too: what sums gradients stays on the stream that it was made on."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for _ in range(3):
+            for _ in range(WARM):
                 self._step()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()

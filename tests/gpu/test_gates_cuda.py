@@ -163,6 +163,7 @@ def test_a_recorded_step_is_a_step(noise, warmup):
         torch.testing.assert_close(ends[1][name], want, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's advice, and its empty graphs
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_network_in_one_graph(mode):
     exactly()
