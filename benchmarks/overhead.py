@@ -249,6 +249,8 @@ def measure(row: Row, device: torch.device, constants: dict[str, float], budget:
         found["inference"] = race(jobs[:2], "infer", budget / 4)
         smaller = jobs[1]
         assert smaller.pruner is not None
+        with smaller.pruner.folded():
+            found["inference_folded"] = race(jobs[:2], "infer", budget / 4)
         smaller.network.train()
         smaller.step()  # gates that were never drawn are not pruned
         with smaller._timed("prune()"):

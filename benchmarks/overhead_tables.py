@@ -44,14 +44,16 @@ def markdown(found: dict[str, Any]) -> str:
             f"Inference over the plain network's, before removal and with {share} of all units gone; seconds of what a",
             "Pruner does once.",
             "",
-            f"| network | units | with gates | {share} removed | discovery | proof and gates | prune() | finish() |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|",
+            f"| network | units | with gates | in folded() | {share} removed | discovery | proof and gates | prune() | "
+            "finish() |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for row in eager:
             took = row["seconds"]["example"]
             lines.append(
                 f"| {row['row']}, batch {row['batch']} | {row['units']:,} | {_ratio(row['inference'], 'example')} | "
-                f"{_ratio(row['inference_removed'], 'example')} | {took['discovery']:.1f} s | "
+                f"{_ratio(row['inference_folded'], 'example')} | {_ratio(row['inference_removed'], 'example')} | "
+                f"{took['discovery']:.1f} s | "
                 f"{took['proof and gates']:.1f} s | {took['prune()']:.2f} s | {took['finish()']:.2f} s |"
             )
     if found["sweep"]:

@@ -201,6 +201,51 @@ def test_removing_closed_units_changes_nothing_and_folding_neither():
     assert not any("bmrs_noise" in name for name in bmrs.structure.removed(model).kept)
 
 
+def test_folded_for_an_evaluation():
+    model, bank, structures = gated()
+    with torch.no_grad():
+        bank.mu.uniform_(-2, 0)
+    model.eval()
+    want, state = model(X), copy.deepcopy(model.state_dict())
+    with bank.folded():
+        for _ in range(2):
+            torch.testing.assert_close(model(X), want, rtol=0, atol=1e-12)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, state[name]), name
+        # Gates stand aside: whatever they are now, the weights have what they were.
+        before = bank.mu.detach().clone()
+        with torch.no_grad():
+            bank.mu.sub_(1.0)
+        torch.testing.assert_close(model(X), want, rtol=0, atol=1e-12)
+        with torch.no_grad():
+            bank.mu.copy_(before)
+        structure = next(s for s in structures if s.name in bank.layers)
+        for change in (model.train, bank.fold, lambda: bmrs.remove(model, {structure: [0]}),
+                       lambda: model.load_state_dict(state)):  # fmt: skip
+            with pytest.raises(ValueError, match="folded for evaluation"):
+                change()
+    assert "matrix" not in vars(model.own)
+    model.eval()
+    torch.testing.assert_close(model(X), want, rtol=0, atol=0)
+    with torch.no_grad():
+        bank.mu.sub_(1.0)
+    assert not torch.allclose(model(X), want)
+    with pytest.raises(RuntimeError, match="given up"), bank.folded():
+        raise RuntimeError("given up")
+    model.train()
+    with pytest.raises(ValueError, match="in evaluation can be folded"), bank.folded():
+        pass
+    (model(X).square().sum() + bank.kl()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_an_output_that_is_gated_cannot_be_folded_for_an_evaluation():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    bank = bmrs.NoiseBank.attach(model, {"1": 4})
+    with pytest.raises(ValueError, match="only gates on structures"), bank.folded():
+        pass
+
+
 def test_a_gated_network_can_be_copied_and_pickled():
     model, _, _ = gated()
     model.eval()
@@ -270,6 +315,24 @@ def test_the_listing_can_be_read_with_gates_on():
     bmrs.NoiseBank.attach(model, structures)
     assert structures.parameters == 3 * 4 + 4 + 4 * 2 + 2
     assert "1 structure holds 92.3% of 26 parameters" in structures.table()
+
+
+def test_the_graph_of_a_pass_ends_with_the_next():
+    """A whole step can then be recorded on another stream than the one that steps ran on before."""
+    model, bank, _ = gated()
+    model.train()
+
+    def marks():
+        (model(X).square().sum() + bank.kl()).backward()
+        edges = {edge[0] for edge in bank._theta.grad_fn.next_functions if edge[0] is not None}
+        found = [edge.metadata.get("seen") for edge in edges]
+        for edge in edges:
+            edge.metadata["seen"] = True
+        return found
+
+    assert marks() == [None, None]
+    gc.collect()
+    assert marks() == [None, None]
 
 
 def test_structures_cannot_be_listed_through_gates():

@@ -4,12 +4,15 @@
 other one that is not.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 1 << 10  # enough for any GPU to be busy
+NUMBERS = 2048  # of a tile
+PROGRAMS = 1 << 10  # enough for any GPU to be busy
 
 
 def forward(x: Tensor, theta: Tensor, before: int, units: int, after: int) -> Tensor:
@@ -36,17 +39,18 @@ def backward(
     return to_x, shares[0] if grid[2] == 1 else shares.sum(0)
 
 
+@lru_cache(1 << 12)  # a step asks for the same again and again
 def _tiles(examples: int, before: int, units: int, after: int) -> tuple[tuple[int, int, int], dict[str, int]]:
     """A program for each example, block of units, and share of what is beside them; and the size of a tile."""
     beside = before * after
     if before > 1 or beside == 1:  # units lie side by side in memory
         block = min(128, triton.next_power_of_2(units))
-        wide = min(max(1, 2048 // block), triton.next_power_of_2(beside))
+        wide = min(max(1, NUMBERS // block), triton.next_power_of_2(beside))
     else:
         wide = min(1024, triton.next_power_of_2(beside))
-        block = min(max(1, 2048 // wide), triton.next_power_of_2(units))
+        block = min(max(1, NUMBERS // wide), triton.next_power_of_2(units))
     blocks = triton.cdiv(units, block)
-    shares = min(triton.cdiv(beside, wide), max(1, _PROGRAMS // (examples * blocks)))
+    shares = min(triton.cdiv(beside, wide), max(1, PROGRAMS // (examples * blocks)))
     return (examples, blocks, shares), {"UNITS": block, "BESIDE": wide, "num_warps": 4 if block * wide >= 512 else 1}
 
 

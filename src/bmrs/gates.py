@@ -54,13 +54,19 @@ class ConsumerGate:
         weight: Tensor = self.module._parameters[self.name]  # type: ignore[assignment]
         return weight
 
-    def multiplied(self, columns: Tensor) -> Tensor:
-        """The weight times the gates of its columns, [1, columns]; and times those of its rows, if it is already."""
-        return scale(getattr(self.module, self.name), columns, self.dim)
+    def multiplied(self, theta: Tensor, each: int = 1) -> Tensor:
+        """The weight times the gates of its columns, [1, units], each of which has so many columns in a row; and times
+        those of its rows, if it is already.
+        """
+        return scale(getattr(self.module, self.name), theta, self.dim, each)
 
     def replace(self, product: Tensor) -> None:
         """The module sees this in place of its parameter: its __dict__ is looked at before its parameters."""
         self.module.__dict__[self.name] = product
+
+    def stand_in(self, theta: Tensor) -> None:
+        """The weight times gates, [1, units], from now until it is told to leave."""
+        self.replace(self.multiplied(self.factors(theta)))
 
     @property
     def replaced(self) -> bool:
@@ -94,7 +100,7 @@ class InputGate(ConsumerGate):
         x = args[0]
         theta, each = self.gates()
         if len(theta) == 1 and x.numel() > self.weight.numel():
-            self.replace(self.multiplied(theta.repeat_interleave(each, dim=1)))
+            self.replace(self.multiplied(theta, each))
             return args
         at = _channel_dim(module, x)
         if isinstance(module, nn.modules.conv._ConvNd) and not module.transposed and module.groups > 1:
@@ -104,7 +110,8 @@ class InputGate(ConsumerGate):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """As a forward hook."""
-        self.leave()
+        if not self.bank.paused:
+            self.leave()
 
 
 class OutputGate(ConsumerGate):
@@ -122,21 +129,28 @@ class OutputGate(ConsumerGate):
         theta, each = self.gates()
         if len(theta) == 1:
             for gate in self.shared:
-                gate.replace(gate.multiplied(theta.repeat_interleave(each, dim=1)))
+                gate.replace(gate.multiplied(theta, each))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
         """As a forward hook, also of a call that failed. A narrow layer's own hook, which puts its output back at its
         indices, runs after this.
         """
+        if self.bank.paused:
+            return output
         for gate in self.shared:
             gate.leave()
-        if self.bank.paused or output is None:
+        if output is None:
             return output
         theta, each = self.gates()
         if len(theta) == 1:
             return output
         at = 1 if isinstance(module, nn.modules.conv._ConvNd | nn.modules.batchnorm._BatchNorm) else output.dim() - 1
         return scale(output, _per_row(theta, output, at), at, each, module)
+
+
+def _shared(theta: Tensor) -> Tensor:
+    """The one set of gates of a batch; a slice that takes everything would cost a copy on the way back."""
+    return theta if len(theta) == 1 else theta[:1]
 
 
 def _per_row(theta: Tensor, x: Tensor, at: int) -> Tensor:
@@ -192,11 +206,14 @@ class WeightGate(ConsumerGate):
         product = self.weight
         for gate in (self, *self.beside):
             if theta is self.bank._theta and gate.layer is not None:
-                columns = self.bank.theta(gate.layer)[:1].repeat_interleave(gate.each, dim=1)
+                product = scale(product, _shared(self.bank.theta(gate.layer)), gate.dim, gate.each)
             else:
-                columns = gate.factors(theta[:1])
-            product = scale(product, columns, gate.dim)
+                product = scale(product, gate.factors(_shared(theta)), gate.dim)
         return product
+
+    def forget(self) -> None:
+        """The last product, with its graph."""
+        self._product = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_product": None}
@@ -204,6 +221,10 @@ class WeightGate(ConsumerGate):
     def leave(self) -> None:
         if not self.follows:
             super().leave()
+
+    def stand_in(self, theta: Tensor) -> None:
+        if not self.follows:
+            self.replace(self._multiplied(theta))
 
 
 class Gate:

@@ -6,6 +6,7 @@ read, or the outputs of named modules. In evaluation the gates are E[θ], comput
 every pass.
 """
 
+import contextlib
 import json
 import warnings
 import weakref
@@ -66,6 +67,7 @@ class NoiseBank(nn.Module):
                 raise ValueError(f"sizes['{name}'] must be a whole number of units, at least 1; got {size!r}.")
         self.noise = noise
         self.paused = False  # gates that stand aside: the network computes as if there were none
+        self._folded = False  # for a time: see folded()
         self.log_a, self.log_b = log_a, log_b
         self.layers: dict[str, slice] = {}
         total = 0
@@ -196,10 +198,7 @@ class NoiseBank(nn.Module):
         """Multiply E[θ] into the weights that consume the units and take the gates off: the network stays what it is in
         evaluation.
         """
-        if not self._consumers:
-            raise ValueError("only gates on structures can be folded: attach the bank to bmrs.structures(model, ...).")
-        assert self._root is not None
-        _checks.in_one_piece(self._root, "the network", "fold its gates with Sharded.finish()")
+        self._check_foldable("fold its gates with Sharded.finish()")
         theta = self.mean()[None].detach()
         folded = set()
         for gate in self._consumers:
@@ -207,6 +206,45 @@ class NoiseBank(nn.Module):
                 gate.fold(theta)
                 folded.add((id(gate.weight), gate.dim))
         self.detach()
+
+    def _check_foldable(self, remedy: str) -> None:
+        if not self._consumers:
+            raise ValueError("only gates on structures can be folded: attach the bank to bmrs.structures(model, ...).")
+        assert self._root is not None
+        _checks.in_one_piece(self._root, "the network", remedy)
+        self.check_unfolded()
+
+    def check_unfolded(self) -> None:
+        """An error inside of :meth:`folded`, where nothing may change."""
+        if self._folded:
+            raise ValueError("the gates are folded for evaluation: leave the block of folded() first.")
+
+    @contextlib.contextmanager
+    def folded(self) -> Iterator[None]:
+        """For evaluation at the cost of a network without gates: while this lasts, E[θ] is in the weights modules see.
+
+        Parameters and state dicts are as ever, and stay so; nothing can be trained or removed meanwhile.
+
+        >>> import bmrs
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        >>> bank = NoiseBank.attach(model, bmrs.structures(model, torch.randn(4, 8)))
+        >>> with model.eval().bmrs_noise.folded():
+        ...     output = model(torch.randn(4, 8))
+        """
+        self._check_foldable("it cannot be folded for evaluation while its weights are parted")
+        if self.training:
+            raise ValueError("only a network in evaluation can be folded for a time: call model.eval() first.")
+        with torch.no_grad():
+            theta = self.mean()[None]
+            for gate in self._consumers:
+                gate.stand_in(theta)
+        before, self.paused, self._folded = self.paused, True, True
+        try:
+            yield
+        finally:
+            self.paused, self._folded = before, False
+            for gate in self._consumers:
+                gate.leave()
 
     @torch.no_grad()
     def shrink(self, structures: Iterable[Structure], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
@@ -274,6 +312,7 @@ class NoiseBank(nn.Module):
         state = state_dict.get(f"{prefix}{GATES}._extra_state")
         if state is None:
             return
+        self.check_unfolded()
         record = self.record_in(state)
         check_record(module, record, "the state dict")
         if record != removed(module):
@@ -326,6 +365,7 @@ class NoiseBank(nn.Module):
         """One draw of every gate: [batch_size, units], or [1, units] for noise per batch."""
         self._ready()
         self._runs_again = False
+        self._hold(None)  # with its graph: what sums φ's gradients there belongs to the stream that pass ran on
         theta = self._draw_number(self._draws, batch_size if self.noise == "example" else 1)
         self._draws.add_(1)
         self._hold(theta)
@@ -339,6 +379,8 @@ class NoiseBank(nn.Module):
         """The gates from now on; one split and not many slices, since its gradient is one concatenation."""
         self._theta = theta
         self._parts = {}
+        for gate in self._weights:
+            gate.forget()
         if theta is not None:
             self._parts = dict(zip(self.layers, theta.split(list(self.sizes.values()), dim=1), strict=True))
 
@@ -458,7 +500,7 @@ class NoiseBank(nn.Module):
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling():
             self._inside = max(0, self._inside - 1)
-        for gate in self._weights:
+        for gate in () if self.paused else self._weights:
             gate.leave()
         # A training draw stays until the next one: activation checkpointing recomputes with it. An evaluation
         # mean goes, so that whoever calls a part of the network later does not meet a stale one.
@@ -466,6 +508,8 @@ class NoiseBank(nn.Module):
             self._hold(None)
 
     def train(self, mode: bool = True) -> Self:
+        if mode:
+            self.check_unfolded()
         self._hold(None)
         return super().train(mode)
 

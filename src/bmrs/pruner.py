@@ -5,6 +5,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -331,6 +332,12 @@ class Pruner:
         self.load_state_dict(self._snapshot)
         self._snapshot = None
 
+    def folded(self) -> AbstractContextManager[None]:
+        """While this lasts the network, in evaluation, has E[θ] in its weights, and costs what it does without gates:
+        see :meth:`NoiseBank.folded`.
+        """
+        return self.bank.folded()
+
     def finish(self, fine_tune: Callable[[nn.Module], Any] | None = None) -> nn.Module:
         """Multiply the gates' means into the weights and take the gates off; returns the network, smaller and plain.
 
@@ -379,6 +386,7 @@ class Pruner:
         """That nobody else changed the network; and that no process holds but a share of it."""
         if self.finished:
             raise ValueError("the Pruner has finished and its gates are gone: make a new one to prune on.")
+        self.bank.check_unfolded()
         if in_one_piece:
             _checks.in_one_piece(
                 self.model,

@@ -15,7 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from bmrs import _scale_native, fused, native
 
-FEW = 1 << 16  # numbers, below which starting a kernel of ours costs the processor more than it saves the GPU
+# Numbers, below which starting a kernel of ours costs the processor more than it saves the GPU: plain torch goes over
+# the tensor more often, in 16 bits makes float32 of it first, and behind a batch norm keeps it.
+FEW = {torch.float32: 1 << 23, torch.bfloat16: 1 << 22, torch.float16: 1 << 22}
+_FEWER_BEHIND = 4  # times
 FEW_HERE = {torch.float32: 1 << 18, torch.bfloat16: 1 << 15}  # or than it saves the processor itself
 
 
@@ -29,7 +32,7 @@ def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1, norm: nn.Module | N
             [1., 1., 2., 2., 3., 3.]])
     """
     dim %= x.dim()
-    kernels = _kernels(x, theta)
+    kernels = _kernels(x, theta, isinstance(norm, nn.modules.batchnorm._BatchNorm))
     if kernels is not None:
         laid = _laid_out(x, dim, each)
         if laid is not None:
@@ -48,14 +51,15 @@ def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1, norm: nn.Module | N
     return product.to(x.dtype).flatten(dim, dim + 1)
 
 
-def _kernels(x: Tensor, theta: Tensor) -> Any:
-    """Whose kernels are to do it; None: plain torch."""
+def _kernels(x: Tensor, theta: Tensor, behind: bool) -> Any:
+    """Whose kernels are to do it; None: plain torch. ``behind``: a batch norm."""
     if theta.dtype != torch.float32 or not x.numel() or torch.compiler.is_compiling():
         return None
     learns = theta.requires_grad and torch.is_grad_enabled()
     if x.is_cuda:
         # A graph that is being recorded starts kernels for nothing later on.
-        worth = x.numel() >= FEW or torch.cuda.is_current_stream_capturing()
+        few = FEW.get(x.dtype, 0) // (_FEWER_BEHIND if behind else 1)
+        worth = x.numel() >= few or torch.cuda.is_current_stream_capturing()
         fits = len(theta) == len(x) and x.dtype != torch.float64 and x.numel() < 1 << 31
         return fused.kernels("_scale_kernels") if learns and worth and fits else None
     if x.device.type != "cpu" or not type(x) is type(theta) is Tensor or x.numel() < FEW_HERE.get(x.dtype, math.inf):

@@ -34,6 +34,7 @@ class Follower(Protocol):
 
     paused: bool
 
+    def check_unfolded(self) -> None: ...
     def shrink(self, structures: Iterable["Structure"], optimizers: Iterable[torch.optim.Optimizer]) -> None: ...
 
 

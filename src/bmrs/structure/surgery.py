@@ -34,6 +34,8 @@ def remove_units(
             "units must name structures of one listing: call bmrs.structures(model, ...) once and use its structures."
         )
     (owner,) = owners.values()
+    for follower in owner.followers:
+        follower.check_unfolded()
     owner.verify([structure for structure in chosen if structure.status == "not verified yet"])
     for structure in chosen:
         if structure.status != "exact":
