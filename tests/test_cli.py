@@ -89,7 +89,7 @@ def test_a_run_too_short_to_prune_says_so(tmp_path):
         (["--data", "imagenet"], "unknown data set 'imagenet': choose one of digits, mnist,"),
         (["--network", "vgg"], "unknown network 'vgg': choose one of lenet5, mlp."),
         (["--criterion", "luck"], "unknown criterion 'luck': choose one of bmrs_n, bmrs_u, snr, mean."),
-        (["--price", "free"], "unknown price 'free': choose one of layer, uniform, params, macs, elbo."),
+        (["--price", "free"], "unknown price 'free': choose one of layer, uniform, params, macs, time, elbo."),
         (["--strength", "-1"], "strength must be"),
         (["--epochs", "0"], "epochs must be above 0; got 0."),
         (["--fine-tune", "-1"], "fine_tune must be 0 epochs or more; got -1."),
@@ -199,7 +199,7 @@ class TestAllCommands:
         ("bmrs train net.py:make --data f", "fashion-mnist"),
         ("bmrs train --optimizer adamw --precision b", "bf16"),
         ("bmrs prune net.py:make --criterion l", "l2"),
-        ("bmrs demo --price ", "layer uniform params macs elbo"),
+        ("bmrs demo --price ", "layer uniform params macs time elbo"),
         ("bmrs bench --device c", "cpu cuda"),
     ],
 )

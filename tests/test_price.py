@@ -23,7 +23,7 @@ def test_elbo_is_one_over_the_number_of_examples():
     assert prices("elbo", LAYERS, num_examples=1000).tolist() == [0.001] * 142
 
 
-@pytest.mark.parametrize("kind", ["params", "macs"])
+@pytest.mark.parametrize("kind", ["params", "macs", "time"])
 def test_cost_is_shared_in_proportion(kind):
     got = prices(kind, (2, 1), cost=torch.tensor([1.0, 1.0, 6.0]), strength=2.0)
     assert got.tolist() == [0.25, 0.25, 1.5]
@@ -32,7 +32,7 @@ def test_cost_is_shared_in_proportion(kind):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"kind": "free"}, "unknown price 'free': choose one of layer, uniform, params, macs, elbo."),
+        ({"kind": "free"}, "unknown price 'free': choose one of layer, uniform, params, macs, time, elbo."),
         ({"kind": "uniform", "strength": -1.0}, "strength must be"),
         ({"kind": "elbo"}, "price 'elbo' needs num_examples"),
         ({"kind": "elbo", "num_examples": 0}, "price 'elbo' needs num_examples"),

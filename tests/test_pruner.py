@@ -423,7 +423,7 @@ class TestPrices:
         _, _, pruner = made(price=lambda s: own[s.name], strength=3.0)
         torch.testing.assert_close(pruner.prices, 3 * torch.cat(list(own.values())).double())
 
-    @pytest.mark.parametrize("price", ["uniform", "layer", "params", "macs"])
+    @pytest.mark.parametrize("price", ["uniform", "layer", "params", "macs", "time"])
     def test_those_that_are_left_keep_their_price(self, price):
         model, optimizer, pruner = made(price=price)
         spread(pruner)
@@ -725,7 +725,7 @@ class Linear(nn.Module):
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
-        ({"price": "gold"}, ValueError, "unknown price 'gold': choose one of layer, uniform, params, macs, elbo"),
+        ({"price": "gold"}, ValueError, "unknown price 'gold': choose one of layer, uniform, params, macs, time, elbo"),
         ({"price": "elbo"}, ValueError, "price 'elbo' needs num_examples"),
         ({"price": "elbo", "num_examples": 0}, ValueError, "price 'elbo' needs num_examples"),
         ({"price": lambda s: -1.0}, ValueError, "price must return one number of at least 0, or one for each of the 6"),

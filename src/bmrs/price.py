@@ -6,6 +6,7 @@
 | uniform | s/(all units)              | every unit alike                                            |
 | params  | s·cᵢ/Σc                    | a unit pays for the parameters it occupies                  |
 | macs    | s·cᵢ/Σc                    | a unit pays for the multiply-adds it causes                 |
+| time    | s·cᵢ/Σc                    | and for the numbers it makes a GPU write and read           |
 | elbo    | s/N                        | the exact evidence bound, N the number of training examples |
 
 s is the strength, 1 unless said. Prices are set once for the whole network: removing a unit takes its term
@@ -22,7 +23,15 @@ from bmrs import _checks
 from bmrs.structure import Structure
 
 Price = str | Callable[[Structure], float | Tensor]
-KINDS = ("layer", "uniform", "params", "macs", "elbo")
+KINDS = ("layer", "uniform", "params", "macs", "time", "elbo")
+NUMBER = 400.0  # multiply-adds for which a GPU has the time, in 16 bits, while it writes a number and reads it again
+
+
+_COSTS: dict[str, Callable[[Structure], float]] = {
+    "params": lambda s: s.params_per_unit,
+    "macs": lambda s: s.macs_per_unit,
+    "time": lambda s: s.macs_per_unit + NUMBER * s.activations_per_unit,
+}
 
 
 def prices(
@@ -35,7 +44,7 @@ def prices(
 ) -> Tensor:
     """One price per unit, layer after layer.
 
-    ``cost``: what each unit occupies, for ``params`` and ``macs``. ``num_examples``: N, for ``elbo``.
+    ``cost``: what each unit occupies, for ``params``, ``macs`` and ``time``. ``num_examples``: N, for ``elbo``.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown price '{kind}': choose one of {', '.join(KINDS)}.")
@@ -67,7 +76,7 @@ def of_structures(
     """
     sizes = [structure.units for structure in structures]
     if isinstance(price, str):
-        per_unit = {"params": lambda s: s.params_per_unit, "macs": lambda s: s.macs_per_unit}.get(price)
+        per_unit = _COSTS.get(price)
         cost = None
         if per_unit is not None:
             cost = torch.cat([torch.full((s.units,), float(per_unit(s)), dtype=torch.float64) for s in structures])

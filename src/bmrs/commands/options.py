@@ -69,7 +69,7 @@ CriterionName = Annotated[
 Price = Annotated[
     str,
     typer.Option(
-        help="Who pays the KL: uniform (all units alike), params or macs (by what a unit costs), layer (as "
+        help="Who pays the KL: uniform (all units alike), params, macs or time (by what a unit costs), layer (as "
         "published), elbo (the exact bound).",
         autocompletion=one_of(*KINDS),
     ),

@@ -38,6 +38,7 @@ class Findings:
     sizes: dict[str, list[list[Label]]]  # per module the labelled dimensions it handles
     requests: dict[str, dict[tuple[str, int, int, int], Request]]
     work: list[tuple[int, list[list[Label]], str]]  # multiply-adds, the dimensions they run over, the module
+    written: list[tuple[int, list[list[Label]], str]]  # numbers written, the dimensions they lie in, the module
     frozen: dict[Place, str]  # and why
     unknown: dict[str, str]
     notes: list[str] = field(default_factory=list)
@@ -77,7 +78,7 @@ def _explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
             values[name] = Value(shape, dims, True, tuple(frozenset({(name, d)}) for d in range(len(shape))))
     evaluation = capture(model, example_inputs)
     analyse(evaluation, values, facts)
-    work = list(facts.work)
+    work, written = list(facts.work), list(facts.written)
     try:
         training = capture(model, example_inputs, training=True)
     except Exception as problem:
@@ -87,7 +88,7 @@ def _explore(model: nn.Module, example_inputs: ExampleInputs) -> Findings:
         )
     else:
         analyse(training, values, facts)
-    findings = _findings(facts, values, work)
+    findings = _findings(facts, values, work, written)
     findings.notes = notes
     _add_blocks(findings, facts, values, find_blocks(model, evaluation, live_nodes(evaluation.graph)))
     _add_branches(findings, facts, values, find_branches(model, evaluation))
@@ -132,7 +133,7 @@ def _add_branches(findings: Findings, facts: Facts, values: dict[str, Value], br
             findings.consumed.setdefault(place, set()).update(variables)
 
 
-def _findings(facts: Facts, values: dict[str, Value], work: list[Work]) -> Findings:
+def _findings(facts: Facts, values: dict[str, Value], work: list[Work], written: list[Work]) -> Findings:
     labels = facts.labels
     places: dict[Place, list[Label]] = {}
     frozen: dict[Place, str] = {}
@@ -169,6 +170,10 @@ def _findings(facts: Facts, values: dict[str, Value], work: list[Work]) -> Findi
                 found[key] = Request(alternatives, sure=len(free) == len(seen) and len(alternatives) == 1)
         if found:
             requests[module] = found
+
+    def done(work: list[Work]) -> list[tuple[int, list[list[Label]], str]]:
+        return [(count, [resolved(dim) for dim in dims], module) for count, dims, module in work]
+
     return Findings(
         places,
         {place: variables for place, variables in consumed.items() if variables},
@@ -177,7 +182,8 @@ def _findings(facts: Facts, values: dict[str, Value], work: list[Work]) -> Findi
         {module: resolved(dim) for module, dim in facts.groups.items()},
         sizes,
         requests,
-        [(count, [resolved(dim) for dim in dims], module) for count, dims, module in work],
+        done(work),
+        done(written),
         frozen,
         facts.unknown,
     )

@@ -72,6 +72,11 @@ class Structure:
         return self.owner.multiply_adds_in(self) / len(self.variables)
 
     @property
+    def activations_per_unit(self) -> float:
+        """Numbers that are written per example input, by all operations, and go with one unit, on average."""
+        return self.owner.activations_in(self) / len(self.variables)
+
+    @property
     def foldable(self) -> bool:
         """Whether a gate can be multiplied into the weights: not where tied ones produce what they consume."""
         return self.at_output or not set(self.consumers) & self.owner.findings.producers
@@ -130,6 +135,7 @@ class Structure:
             "units": self.units,
             "params_per_unit": self.params_per_unit,
             "macs_per_unit": self.macs_per_unit,
+            "activations_per_unit": self.activations_per_unit,
             "dimensions": [f"{name}:{dim}" for name, dim in self.places],
             "gated_at": [f"{name}:{dim}" for name, dim in self.consumers],
             "status": self.status,
@@ -228,19 +234,32 @@ class Structures(Sequence[Structure]):
         """Multiply-adds of one forward pass that all units of a structure cause together."""
         return round(self._multiply_adds.get(structure, 0.0))
 
+    def activations_in(self, structure: Structure) -> int:
+        """Numbers written in one forward pass that all units of a structure cause together."""
+        return round(self._activations.get(structure, 0.0))
+
     @cached_property
     def _multiply_adds(self) -> dict[Structure, float]:
-        """Of all structures in one pass over the products of tensors."""
+        return self._caused(self.findings.work)
+
+    @cached_property
+    def _activations(self) -> dict[Structure, float]:
+        return self._caused(self.findings.written)
+
+    def _caused(self, work: list[tuple[int, list[list[Label]], str]]) -> dict[Structure, float]:
+        """By all structures: each one's share of all that is done."""
         owners = {variable: structure for structure in self.everything for variable in structure.variables}
         totals: dict[Structure, float] = defaultdict(float)
         for structure in self.blocks:
             for path in structure.paths:
-                totals[structure] += sum(done for done, _, module in self.findings.work if lies_in(module, [path]))
-        for done, dims, _ in self.findings.work:
+                totals[structure] += sum(done for done, _, module in work if lies_in(module, [path]))
+        known: dict[int, Counter[Structure]] = {}  # most dimensions are those of many operations
+        for done, dims, _ in work:
             left: dict[Structure, float] = defaultdict(lambda: 1.0)
             for dim in dims:
-                inside = Counter(s for label in dim for s in {owners[v] for v in label if v in owners})
-                for structure, indices in inside.items():
+                if id(dim) not in known:
+                    known[id(dim)] = Counter(s for label in dim for s in {owners[v] for v in label if v in owners})
+                for structure, indices in known[id(dim)].items():
                     left[structure] *= 1 - indices / len(dim)
             for structure, share in left.items():
                 totals[structure] += done * (1 - share)

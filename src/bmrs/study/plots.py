@@ -19,7 +19,7 @@ __all__ = ["appendix", "figure1", "figure2", "figure3", "figure4", "knee", "pric
 
 _PRICE_LOOKS = {
     "layer": ("#0072b2", "o"), "uniform": ("#d55e00", "s"), "params": ("#009e73", "^"), "macs": ("#cc79a7", "v"),
-    "elbo": ("#8c8c8c", "D"),
+    "time": ("#56b4e9", "P"), "elbo": ("#8c8c8c", "D"),
 }  # fmt: skip
 _FILLS = ("full", "none", "left", "right")  # one for each strength of a price
 _PAPER: dict[str, Any] = {"linestyle": "none", "marker": "x", "color": "black", "markersize": 5, "elinewidth": 0.7}

@@ -161,7 +161,7 @@ def cells(content: Content) -> list[Cell]:
     return [_cell(key, groups[key]) for key in ordered]
 
 
-PRICES = ("layer", "uniform", "params", "macs", "elbo")
+PRICES = ("layer", "uniform", "params", "macs", "time", "elbo")
 
 
 def price_place(price: str, strength: float) -> tuple[int, str, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, TypeVar
 
 from bmrs.structure.dims import Dim, Labels
@@ -53,8 +54,8 @@ class Facts:
     requests: dict[str, dict[tuple[str, int, int, int], list[Dim]]] = field(default_factory=dict)
     # Parameter dimensions whose indices become indices of an activation.
     producers: set[Place] = field(default_factory=set)
-    # Of products of tensors.
-    work: list[Work] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)  # multiply-adds of products of tensors
+    written: list[Work] = field(default_factory=list)  # numbers that operations write
 
 
 @dataclass
@@ -75,7 +76,10 @@ class Step:
         return self.outputs[0]
 
     def note_work(self, multiply_adds: int, dims: Iterable[Dim]) -> None:
-        self.facts.work.append((multiply_adds, tuple(d for d in dims if not isinstance(d, str)), self.module))
+        self.facts.work.append((multiply_adds, _labelled(dims), self.module))
+
+    def note_written(self, value: "Value") -> None:
+        self.facts.written.append((prod(value.shape), _labelled(value.dims), self.module))
 
     def because(self, what: str) -> str:
         return f"{what} in {self.module or 'the model itself'}"
@@ -83,6 +87,10 @@ class Step:
     def make(self, dims: Sequence[Dim], inputs: Iterable[Any], origin: Any = None, index: int = 0) -> Value:
         constant = all(value.constant for value in inputs if isinstance(value, Value))
         return Value(self.outputs[index], tuple(dims), constant, origin if constant else None)
+
+
+def _labelled(dims: Iterable[Dim]) -> tuple[tuple[int, ...], ...]:
+    return tuple(dim for dim in dims if not isinstance(dim, str))
 
 
 Rule = Callable[..., Value | list[Value]]

@@ -126,7 +126,8 @@ def _raced(
             turns = [Turn(lambda: None, prepared(x)) for prepared in ready.values()]
             for turn in turns:
                 turn.warm(3 if one * batch < 1e3 else 1)
-            memory = [turn.peak_mib(place) for turn in turns]
+            # A recorded pass has its memory before it runs.
+            memory = [None if way == "graph" else turn.peak_mib(place) for turn in turns]
             times = race(turns, place)
             for name, own, mib in zip(ready, times, memory, strict=True):
                 ms = statistics.median(own)

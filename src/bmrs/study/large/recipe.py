@@ -12,7 +12,7 @@ CHOICES = {
     "precision": ("fp32", "tf32", "bf16"),
     "step": ("eager", "compile", "graph"),
     "gates": ("paper", "all"),
-    "price": ("layer", "uniform", "params", "macs", "elbo"),
+    "price": ("layer", "uniform", "params", "macs", "time", "elbo"),
     "schedule": ("paper", "constant", "linear", "cosine"),
     "augment": ("paper", "none", "crop", "shift"),
     "noise": ("example", "batch"),
