@@ -102,7 +102,17 @@ class Widen:
         """As a forward hook."""
         shape = list(output.shape)
         shape[self.dim] = self.size
-        return output.new_zeros(shape).index_copy(self.dim, getattr(module, INDICES), output)
+        if _channels_last(output):  # and so is the result: what comes next works best on it
+            zeros = torch.empty(
+                shape, dtype=output.dtype, device=output.device, memory_format=torch.channels_last
+            ).zero_()
+        else:
+            zeros = output.new_zeros(shape)
+        return zeros.index_copy_(self.dim, getattr(module, INDICES), output)
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def widen(module: nn.Module, dim: int, size: int, indices: list[int]) -> None:
