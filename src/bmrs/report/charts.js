@@ -149,26 +149,29 @@ function widthsChart(host, layers, { units, n }) {
   const most = Math.max(1, ...names.map((name) => layers[name]));
   const row = names.length > 12 ? 22 : 34;
   const widest = Math.max(...names.map((name) => name.length), 4);
+  const left = (name) => (units[name] || [layers[name]])[0];
+  const change = (name) => `${count(layers[name])} → ${count(left(name))}`;
+  const longest = Math.max(...names.map((name) => change(name).length), 4);
   plot(host, {
     label: "Units of every layer before and after. Arrow keys read the layers.",
     height: () => Math.max(300, 72 + names.length * row),
-    left: Math.min(150, 14 + widest * 7), right: 92, near: "y",
+    left: Math.min(150, 14 + widest * 7), right: 16 + longest * 7, near: "y",
     x: { domain: [0, most], label: `units${ofSeeds([n])}`, format: count },
     y: { domain: [names.length, 0], label: "layer", ticks: [] },
     draw(layer, x, y, box, picture) {
       const fill = hatch(picture);
       const points = names.map((name, i) => {
         const [middle, thick] = [y(i + 0.5), Math.min(24, row * 0.62, (y(0.6) - y(0)))];
-        const left = (units[name] || [layers[name]])[0];
+        const now = left(name);
         const text = name.length > 18 ? `${name.slice(0, 17)}…` : name;
         picture.append(svg("text", { x: box.left - 8, y: middle + 4, "text-anchor": "end", class: "value" }, text),
-          svg("text", { x: x(layers[name]) + 8, y: middle + 4, class: "value" }, `${count(layers[name])} → ${count(left)}`));
+          svg("text", { x: x(layers[name]) + 8, y: middle + 4, class: "value" }, change(name)));
         layer.append(
           svg("rect", { x: box.left, y: middle - thick / 2, width: x(layers[name]) - box.left, height: thick, fill, class: "gone-edge" }),
-          svg("rect", { x: box.left, y: middle - thick / 2, width: Math.max(0, x(left) - box.left), height: thick, class: "kept" }));
-        return { x: x(left), y: middle, title: name, rows: [["before", count(layers[name])],
-          ["after", units[name] ? spread(units[name], 1, Number.isInteger(left) && !units[name][1] ? 0 : 1) : count(left)],
-          ["removed", percent(1 - left / layers[name])]] };
+          svg("rect", { x: box.left, y: middle - thick / 2, width: Math.max(0, x(now) - box.left), height: thick, class: "kept" }));
+        return { x: x(now), y: middle, title: name, rows: [["before", count(layers[name])],
+          ["after", units[name] ? spread(units[name], 1, Number.isInteger(now) && !units[name][1] ? 0 : 1) : count(now)],
+          ["removed", percent(1 - now / layers[name])]] };
       });
       return [{ name: "layers", points }];
     },

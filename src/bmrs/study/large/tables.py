@@ -54,17 +54,18 @@ def _compared(content: Content, settings: Sequence[Setting]) -> bool:
 
 
 def as_timing(content: Content) -> list[dict[str, Any]]:
-    """What was measured as a result of the kind "timing", for the report; none where nothing was."""
-    runs, seen = [], set()
-    for run in content["runs"]:
+    """What was measured as a result of the kind "timing", for the report; none where nothing was.
+
+    The whole network as it took turns with pruned ones: alone, at another time, it may be slower or faster.
+    """
+    runs = []
+    beside = [run for run in content["runs"] if any(row["network"] == "pruned" for row in _measured(run))]
+    for run in beside or content["runs"]:
         for row in _measured(run):
             method = "none" if row["network"] == "whole" else summary.method_name(run["method"])
             mode = f"{row['how']}, {PLACES.get(row['device'], row['device'])}, batch {row['batch']}"
-            key = (run["setting"], method, mode, run["seed"])
-            if key not in seen:
-                seen.add(key)
-                fields = {name: row[name] for name in ("batch", "ms", "ms_spread", "memory_mib")}
-                runs.append({"setting": run["setting"], "method": method, "mode": mode, **fields})
+            fields = {name: row[name] for name in ("batch", "ms", "ms_spread", "memory_mib")}
+            runs.append({"setting": run["setting"], "method": method, "mode": mode, **fields})
     if not runs:
         return []
     shared = {name: content[name] for name in ("provenance", "settings", "energy")}
