@@ -190,8 +190,9 @@ def latency(data: Digest) -> str:
     states = list(dict.fromkeys(t["method"] for key in timing for t in timing[key]))
     states = [s for s in STATES if s in states] + [s for s in states if s not in STATES]
     modes = list(dict.fromkeys(t["mode"] for key in timing for t in timing[key]))
-    printed = {key: _printed(data["settings"][key]) for key in timing}
-    columns = 1 + len(states) + any(printed.values())
+    printed = {key: _printed(data["settings"][key]) or {} for key in timing}
+    beside = any(mode in own for own in printed.values() for mode in modes)  # the paper has something to compare with
+    columns = 1 + len(states) + beside
     body = ""
     for key in (k for k in data["settings"] if k in timing):
         name = unbroken(data["settings"][key]["name"])
@@ -201,8 +202,8 @@ def latency(data: Digest) -> str:
             for state in states:
                 found = [t for t in timing[key] if t["mode"] == mode and t["method"] == state]
                 row.append(_time(found[0]) if found else "–")
-            if any(printed.values()):
-                pair = (printed[key] or {}).get(mode)
+            if beside:
+                pair = printed[key].get(mode)
                 row.append("–" if pair is None else f"{pair[0]:.2f} → {pair[1]:.2f}")
             body += f'<tr><th scope="row">{escape(MODES.get(mode, mode))}</th>'
             body += "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
@@ -211,8 +212,8 @@ def latency(data: Digest) -> str:
     batches = sorted({t["batch"] for key in timing for t in timing[key] if t["batch"]})
     batch = f", batches of {', '.join(f'{b:g}' for b in batches)}" if batches else ""
     names = ["", *(escape(STATES.get(s, s)) for s in states)]
-    names += ["paper, without → with gates"] if any(printed.values()) else []
-    note = " The paper's are from another machine." if any(printed.values()) else ""
+    names += ["paper, without → with gates"] if beside else []
+    note = " The paper's are from another machine." if beside else ""
     memory = ", and the most memory used" if any(t["memory_mib"] for key in timing for t in timing[key]) else ""
     top = "".join(f'<th scope="col">{name}</th>' if name else "<td></td>" for name in names)
     whole = f'<table class="latency"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'

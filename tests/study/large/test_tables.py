@@ -19,6 +19,6 @@ def times(*runs):
 
 def test_the_whole_network_is_shown_as_it_took_turns_with_the_pruned_ones():
     alone = run("none", ("whole", 9.0))
-    assert times(alone, run("bmrs_n", ("whole", 6.0), ("pruned", 3.0))) == [("none", 6.0), ("bmrs_n", 3.0)]
+    assert times(alone, run("bmrs_n", ("whole", 6.0), ("pruned", 3.0))) == [("none", 6.0), ("BMRS_N", 3.0)]
     assert times(alone) == [("none", 9.0)]
     assert times({**alone, "physical": None}) == []
