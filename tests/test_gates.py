@@ -125,7 +125,7 @@ def test_gates_that_all_share_compute_what_gates_of_each_would(size):
         out = model.train()(x)
         assert not replaced(model)
         out.square().sum().backward()
-        found.append((bank._theta.detach(), out.detach(), {name: p.grad for name, p in model.named_parameters()}))
+        found.append((bank._pass.theta.detach(), out.detach(), {name: p.grad for name, p in model.named_parameters()}))
     (_, out, grads), (_, want, wanted) = found
     torch.testing.assert_close(out, want, rtol=0, atol=1e-11)
     for name, grad in wanted.items():
@@ -152,7 +152,7 @@ def test_columns_and_rows_of_one_weight_have_shared_gates(number):
     chosen = [*structures, *structures.branches]
     assert {place for s in chosen for place in s.consumers} >= {("down.weight", 1), ("down.weight", 0)}
     bank = bmrs.NoiseBank.attach(model, chosen, "batch", log_sigma=-1.0).double()
-    out, theta = model.train()(x), bank._theta[0]
+    out, theta = model.train()(x), bank._pass.theta[0]
     inner, outer = (next(bank.layers[s.name] for s in chosen if ("down.weight", dim) in s.consumers) for dim in (1, 0))
     hidden = torch.relu(model.up(x)) * theta[inner]
     branch = F.linear(hidden, model.down.weight, model.down.bias) * theta[outer]
@@ -324,7 +324,7 @@ def test_the_graph_of_a_pass_ends_with_the_next():
 
     def marks():
         (model(X).square().sum() + bank.kl()).backward()
-        edges = {edge[0] for edge in bank._theta.grad_fn.next_functions if edge[0] is not None}
+        edges = {edge[0] for edge in bank._pass.theta.grad_fn.next_functions if edge[0] is not None}
         found = [edge.metadata.get("seen") for edge in edges]
         for edge in edges:
             edge.metadata["seen"] = True

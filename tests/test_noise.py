@@ -48,7 +48,7 @@ class TestForward:
         bank.draw = lambda batch_size: drawn.append(draw(batch_size))
         output = model(IMAGES)
         assert len(drawn) == 1
-        theta = bank._theta
+        theta = bank._pass.theta
         assert theta.shape == (rows, 9)
         assert torch.allclose(output, by_hand(plain(model), theta), atol=1e-6)
 
@@ -157,7 +157,7 @@ class TestNeverStale:
         model.eval()
         with pytest.raises(RuntimeError):
             model(torch.randn(1, 3, 8, 8))
-        assert bank._theta is None
+        assert bank._pass.theta is None
 
 
 class TestCopies:

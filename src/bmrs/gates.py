@@ -74,11 +74,12 @@ class ConsumerGate:
 
     def leave(self) -> None:
         """And now its parameter again."""
-        if torch.compiler.is_compiling() and not _FORGETS:
-            if self.replaced:
-                self.module.__dict__[self.name] = self.weight  # until there is a pass that is not compiled
-        elif self.name in self.module.__dict__:
+        if self.name not in self.module.__dict__:
+            return
+        if _FORGETS or not torch.compiler.is_compiling():
             del self.module.__dict__[self.name]
+        elif self.replaced:
+            self.module.__dict__[self.name] = self.weight  # until there is a pass that is not compiled
 
     @torch.no_grad()
     def fold(self, theta: Tensor) -> None:
@@ -93,6 +94,13 @@ class InputGate(ConsumerGate):
     Gates that all examples share multiply what is smaller, the input or, for the length of the call, the weight.
     """
 
+    def __init__(self, bank: "NoiseBank", module: nn.Module, name: str, dim: int, columns: Tensor) -> None:
+        super().__init__(bank, module, name, dim, columns)
+        self.behind, self.groups = 0, 1  # dimensions after that of the channels
+        if isinstance(module, nn.modules.conv._ConvNd):
+            self.behind = len(module.kernel_size)
+            self.groups = 1 if module.transposed else module.groups
+
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """As a forward pre-hook."""
         if self.bank.paused:
@@ -102,10 +110,9 @@ class InputGate(ConsumerGate):
         if len(theta) == 1 and x.numel() > self.weight.numel():
             self.replace(self.multiplied(theta, each))
             return args
-        at = _channel_dim(module, x)
-        if isinstance(module, nn.modules.conv._ConvNd) and not module.transposed and module.groups > 1:
-            # A column stands for the same place in every group.
-            theta, each = theta.repeat_interleave(each, dim=1).repeat(1, module.groups), 1
+        at = x.dim() - 1 - self.behind
+        if self.groups > 1:  # a column stands for the same place in every one
+            theta, each = theta.repeat_interleave(each, dim=1).repeat(1, self.groups), 1
         return (scale(x, _per_row(theta, x, at), at, each), *args[1:])
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -205,7 +212,7 @@ class WeightGate(ConsumerGate):
     def _multiplied(self, theta: Tensor) -> Tensor:
         product = self.weight
         for gate in (self, *self.beside):
-            if theta is self.bank._theta and gate.layer is not None:
+            if theta is self.bank._pass.theta and gate.layer is not None:
                 product = scale(product, _shared(self.bank.theta(gate.layer)), gate.dim, gate.each)
             else:
                 product = scale(product, gate.factors(_shared(theta)), gate.dim)
@@ -263,7 +270,7 @@ class Again:
         """As a forward pre-hook."""
         if torch.compiler.is_compiling() or self.bank.paused:
             return
-        if self.bank._inside:
+        if self.bank._pass.inside:
             self.bank.current()  # notes a part that runs without gradients
         # Inside a pass only those are not there yet that were parted when it began.
         self.entered = [gate for gate in self.gates if not gate.parted and gate.enter(part=True)]
@@ -273,12 +280,6 @@ class Again:
         for gate in self.entered:
             gate.leave()
         self.entered = []
-
-
-def _channel_dim(module: nn.Module, x: Tensor) -> int:
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return x.dim() - 1 - len(module.kernel_size)
-    return x.dim() - 1
 
 
 def _takes_input(module: nn.Module, leaf: str, dim: int) -> bool:

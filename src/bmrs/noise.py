@@ -28,6 +28,16 @@ _PER_UNIT = ("mu", "log_sigma", "alive")
 _DAMAGED = "the state dict's record of what was removed is damaged: load another."
 
 
+class Pass:
+    """The gates of a pass. Not among a module's attributes, since to set one of those takes a microsecond or two."""
+
+    def __init__(self) -> None:
+        self.theta: Tensor | None = None
+        self.parts: dict[str, Tensor] = {}  # of θ, one for each layer
+        self.again = False  # a part of it runs again, with gradients: activation checkpointing of the reentrant kind
+        self.inside = 0  # passes of the network that are running
+
+
 class NoiseBank(nn.Module):
     """Every gate of a network.
 
@@ -84,13 +94,10 @@ class NoiseBank(nn.Module):
         self._known: tuple[Any, ...] = ()  # what the two below were made for
         self._seeds, self._numbers = torch.zeros(1, dtype=torch.long), torch.arange(total)
         self._remembered: tuple[Tensor, Tensor] | None = None  # gates, and their means
-        self._theta: Tensor | None = None
-        self._parts: dict[str, Tensor] = {}  # of it, one for each layer
-        self._runs_again = False  # a part of this pass, with gradients: activation checkpointing of the reentrant kind
+        self._pass = Pass()
         self._root: nn.Module | None = None
         self._hooks: list[Any] = []
         self._gate_hooks: list[Any] = []
-        self._inside = 0  # passes of the network that are running
         self.optimizers: list[torch.optim.Optimizer] = []  # whose state goes along when a state dict is loaded
         self._consumers: list[ConsumerGate] = []
         self._weights: list[WeightGate] = []  # those of them
@@ -364,7 +371,7 @@ class NoiseBank(nn.Module):
     def draw(self, batch_size: int) -> Tensor:
         """One draw of every gate: [batch_size, units], or [1, units] for noise per batch."""
         self._ready()
-        self._runs_again = False
+        self._pass.again = False
         self._hold(None)  # with its graph: what sums φ's gradients there belongs to the stream that pass ran on
         theta = self._draw_number(self._draws, batch_size if self.noise == "example" else 1)
         self._draws.add_(1)
@@ -377,12 +384,12 @@ class NoiseBank(nn.Module):
 
     def _hold(self, theta: Tensor | None) -> None:
         """The gates from now on; one split and not many slices, since its gradient is one concatenation."""
-        self._theta = theta
-        self._parts = {}
+        now = self._pass
+        now.theta, now.parts = theta, {}
         for gate in self._weights:
             gate.forget()
         if theta is not None:
-            self._parts = dict(zip(self.layers, theta.split(list(self.sizes.values()), dim=1), strict=True))
+            now.parts = dict(zip(self.layers, theta.split(list(self.sizes.values()), dim=1), strict=True))
 
     def _ready(self) -> None:
         """What every draw needs beside φ, where φ is."""
@@ -434,13 +441,14 @@ class NoiseBank(nn.Module):
 
     def current(self) -> Tensor:
         """The gates of this pass, all layers: [batch_size or 1, units]."""
-        if self._theta is not None:
-            if not self._theta.requires_grad or torch.compiler.is_compiling():
-                return self._theta
+        theta = self._pass.theta
+        if theta is not None:
+            if not theta.requires_grad or torch.compiler.is_compiling():
+                return theta
             if not torch.is_grad_enabled():
-                self._runs_again = True
+                self._pass.again = True
             # What runs again inside a backward pass has a backward pass of its own, and needs a graph of its own.
-            return self._draw_number(self._draws - 1, len(self._theta)) if self.recomputing else self._theta
+            return self._draw_number(self._draws - 1, len(theta)) if self.recomputing else theta
         if self.training:
             raise RuntimeError(
                 "no gates have been drawn: call the model the NoiseBank is attached to, or draw(batch_size) first."
@@ -450,12 +458,12 @@ class NoiseBank(nn.Module):
     @property
     def recomputing(self) -> bool:
         """Whether a part of the last pass runs again, to be differentiated by itself."""
-        return self._runs_again and not self._inside and torch.is_grad_enabled()
+        return self._pass.again and not self._pass.inside and torch.is_grad_enabled()
 
     def theta(self, name: str) -> Tensor:
         """The current gates of one layer: [batch_size or 1, units]."""
         theta = self.current()
-        return self._parts[name] if theta is self._theta else theta[:, self.layers[name]]
+        return self._pass.parts[name] if theta is self._pass.theta else theta[:, self.layers[name]]
 
     @torch.no_grad()
     def remove(self, units: Tensor) -> None:
@@ -487,7 +495,7 @@ class NoiseBank(nn.Module):
         if self.paused:
             return
         if not torch.compiler.is_compiling():
-            self._inside += 1
+            self._pass.inside += 1
         if self.training:
             self.draw(_batch_size(args, kwargs))
         else:
@@ -499,7 +507,7 @@ class NoiseBank(nn.Module):
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._inside = max(0, self._inside - 1)
+            self._pass.inside = max(0, self._pass.inside - 1)
         for gate in () if self.paused else self._weights:
             gate.leave()
         # A training draw stays until the next one: activation checkpointing recomputes with it. An evaluation
@@ -515,7 +523,7 @@ class NoiseBank(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A draw belongs to one pass and carries its graph: copies and pickles start without.
-        left: dict[str, Any] = {"_theta": None, "_parts": {}, "_owner": None, "_remembered": None, "optimizers": []}
+        left: dict[str, Any] = {"_pass": Pass(), "_owner": None, "_remembered": None, "optimizers": []}
         return {**self.__dict__, **left}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

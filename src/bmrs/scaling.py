@@ -32,7 +32,7 @@ def scale(x: Tensor, theta: Tensor, dim: int, each: int = 1, norm: nn.Module | N
             [1., 1., 2., 2., 3., 3.]])
     """
     dim %= x.dim()
-    kernels = _kernels(x, theta, isinstance(norm, nn.modules.batchnorm._BatchNorm))
+    kernels = _kernels(x, theta, norm is not None and isinstance(norm, nn.modules.batchnorm._BatchNorm))
     if kernels is not None:
         laid = _laid_out(x, dim, each)
         if laid is not None:
