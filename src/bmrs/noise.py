@@ -238,7 +238,7 @@ class NoiseBank(nn.Module):
         >>> with model.eval().bmrs_noise.folded():
         ...     output = model(torch.randn(4, 8))
         """
-        self._check_foldable("it cannot be folded for evaluation while its weights are parted")
+        self._check_foldable("evaluate it with its gates, outside of folded()")
         if self.training:
             raise ValueError("only a network in evaluation can be folded for a time: call model.eval() first.")
         with torch.no_grad():
