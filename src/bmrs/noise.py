@@ -241,12 +241,13 @@ class NoiseBank(nn.Module):
         self._check_foldable("evaluate it with its gates, outside of folded()")
         if self.training:
             raise ValueError("only a network in evaluation can be folded for a time: call model.eval() first.")
-        with torch.no_grad():
-            theta = self.mean()[None]
-            for gate in self._consumers:
-                gate.stand_in(theta)
-        before, self.paused, self._folded = self.paused, True, True
+        before = self.paused
         try:
+            with torch.no_grad():
+                theta = self.mean()[None]
+                for gate in self._consumers:
+                    gate.stand_in(theta)
+            self.paused = self._folded = True
             yield
         finally:
             self.paused, self._folded = before, False

@@ -13,13 +13,8 @@ from bmrs.structure.rules import ONE, RULES, Facts, Step, Value, freeze_all, val
 
 # Operations that only check something.
 _SILENT = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "sym_size"}
-# They look at numbers that are there, or, in evaluation, hand on what they were given.
-_WRITES_NOTHING = {
-    "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel",
-    "permute", "transpose", "swapaxes", "swapdims", "movedim", "t", "numpy_T", "expand", "expand_as", "select", "slice",
-    "narrow", "chunk", "split", "split_with_sizes", "unbind", "diagonal", "alias", "detach", "contiguous", "dropout",
-    "feature_dropout",
-}  # fmt: skip
+# They hand on what they were given, the last ones in evaluation, without their schema saying so.
+_HAND_ON = {"_unsafe_view", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
 # All indices of what they make are alike, so each could go by itself.
 _UNIFORM = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
 # They run a graph of their own with another setting: what they do is in there.
@@ -118,7 +113,7 @@ def _apply(node: torch.fx.Node, args: Any, kwargs: Any, facts: Facts) -> Any:
         facts.unknown.setdefault(operation, step.module)
         results = freeze_all(step, (args, kwargs), step.because(f"'{operation}' has no rule for it"))
     if not results[0].constant:
-        if operation.rstrip("_") not in _WRITES_NOTHING:
+        if operation not in _HAND_ON and not _looks(node.target):
             for value in results:
                 step.note_written(value)
         consumed = {consumer.weight for consumer in facts.consumers[consumers:]}
@@ -150,6 +145,12 @@ def _by_rule(step: Step, args: Any, kwargs: Any) -> list[Value]:
     if len(results) != len(step.outputs):
         raise _NoRuleError
     return results
+
+
+def _looks(target: Any) -> bool:
+    """Whether what an operation makes is numbers that are there already, seen in another way."""
+    returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 
 
 def _name(target: Any) -> str:

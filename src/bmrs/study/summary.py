@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bmrs.price import KINDS
 from bmrs.study import published
 from bmrs.study.published import Printed
 
@@ -161,12 +162,9 @@ def cells(content: Content) -> list[Cell]:
     return [_cell(key, groups[key]) for key in ordered]
 
 
-PRICES = ("layer", "uniform", "params", "macs", "time", "elbo")
-
-
 def price_place(price: str, strength: float) -> tuple[int, str, float]:
-    """Sorts prices in the order above, the full strength first."""
-    return (PRICES.index(price) if price in PRICES else len(PRICES), price, -strength)
+    """Sorts prices in the order of :mod:`bmrs.price`, the full strength first."""
+    return (KINDS.index(price) if price in KINDS else len(KINDS), price, -strength)
 
 
 def price_name(price: str, strength: float) -> str:

@@ -4,6 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from bmrs.price import KINDS
+
 METHODS = ("none", "mean", "snr", "bmrs_n", "bmrs_u8", "bmrs_u4", "l2")
 HUB = {"resnet50": "microsoft/resnet-50", "vit": "google/vit-base-patch16-224"}
 VITS = {"base": (768, 12, 12), "small": (384, 12, 6), "tiny": (192, 12, 3)}  # width, blocks, heads
@@ -12,7 +14,7 @@ CHOICES = {
     "precision": ("fp32", "tf32", "bf16"),
     "step": ("eager", "compile", "graph"),
     "gates": ("paper", "all"),
-    "price": ("layer", "uniform", "params", "macs", "time", "elbo"),
+    "price": KINDS,
     "schedule": ("paper", "constant", "linear", "cosine"),
     "augment": ("paper", "none", "crop", "shift"),
     "noise": ("example", "batch"),

@@ -60,7 +60,8 @@ def as_timing(content: Content) -> list[dict[str, Any]]:
     """
     runs = []
     beside = [run for run in content["runs"] if any(row["network"] == "pruned" for row in _measured(run))]
-    for run in beside or content["runs"]:
+    raced = {run["setting"] for run in beside}
+    for run in [*beside, *(run for run in content["runs"] if run["setting"] not in raced)]:
         for row in _measured(run):
             method = "none" if row["network"] == "whole" else summary.method_name(run["method"])
             mode = f"{row['how']}, {PLACES.get(row['device'], row['device'])}, batch {row['batch']}"
